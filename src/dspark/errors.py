@@ -27,7 +27,7 @@ class RowError(DataError):
     """One row of the input cannot become a training row.
 
     Attributes:
-        reason: A short phrase without values ("no assistant turn"), by which skipped rows are counted.
+        reason: A short phrase without values ("no assistant turn"); skipped rows are counted by it.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:

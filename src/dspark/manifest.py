@@ -1,0 +1,155 @@
+"""The manifest: a cache's commit record, and the names of the files beside it.
+
+    CACHE/
+        manifest.json              what was run, and whether it finished
+        shard-000000.safetensors   rows 0 … shard_size-1
+        shard-000001.safetensors   …
+
+``complete`` is false before the first shard and true after the last. A manifest without that key
+predates it and counts as finished. ``provenance.identity`` holds what decides a cache's content
+beyond the manifest's own fields; nothing else in ``provenance`` is ever compared.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dspark.errors import CacheError
+from dspark.publish import publish_bytes
+
+MANIFEST_NAME = "manifest.json"
+MAX_MANIFEST_BYTES = 256 * 2**20  # a digest per shard is 60 bytes: millions of shards fit
+
+_SHARD_NAME = re.compile(r"shard-(\d{6,})\.safetensors")
+
+
+def manifest_path(cache_dir: str) -> str:
+    """Return the path of the manifest of `cache_dir`."""
+    return str(Path(cache_dir) / MANIFEST_NAME)
+
+
+def shard_path(cache_dir: str, shard_index: int) -> str:
+    """Return the path of shard `shard_index` of `cache_dir`."""
+    return str(Path(cache_dir) / f"shard-{shard_index:06d}.safetensors")
+
+
+def existing_shard_indices(cache_dir: str) -> set[int]:
+    """Return the numbers of the shards that lie under their final name in `cache_dir`."""
+    directory = Path(cache_dir)
+    if not directory.is_dir():
+        return set()
+    matches = (_SHARD_NAME.fullmatch(path.name) for path in directory.iterdir())
+    return {int(match[1]) for match in matches if match and match[0] == _canonical(match)}
+
+
+def _canonical(match: re.Match[str]) -> str:
+    return f"shard-{int(match[1]):06d}.safetensors"
+
+
+def check_shard_indices(cache_dir: str, num_shards: int) -> None:
+    """Refuse a cache whose shards are not exactly 0 … `num_shards` - 1.
+
+    Raises:
+        CacheError: Naming the shards that are missing or not the manifest's.
+    """
+    found = existing_shard_indices(cache_dir)
+    wanted = set(range(num_shards))
+    if found != wanted:
+        raise CacheError(
+            f"{cache_dir}: the shard indices on disk are not 0 … {num_shards - 1} as its manifest "
+            f"says: missing {abridged(wanted - found)}, unexpected {abridged(found - wanted)}. "
+            "Run the same precompute command with --resume, or copy the cache again."
+        )
+
+
+def abridged(values: Collection[int], *, most: int = 8) -> str:
+    """Return whole numbers as text, sorted, with a count in place of those beyond `most`."""
+    shown = ", ".join(map(str, sorted(values)[:most])) or "none"
+    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
+
+
+def write_json_manifest(cache_dir: str, manifest: Mapping[str, Any], *, owner: str = "run") -> str:
+    """Publish a manifest in one step, keys sorted.
+
+    Returns:
+        Its path.
+
+    Raises:
+        OSError: If it cannot be written; an older manifest is then still whole.
+    """
+    path = manifest_path(cache_dir)
+    text = json.dumps(manifest, sort_keys=True, indent=2) + "\n"
+    publish_bytes(Path(path), text.encode(), owner=owner)
+    return path
+
+
+def read_json_manifest(cache_dir: str, *, cache_name: str) -> dict[str, Any]:
+    """Read a manifest without judging its fields.
+
+    Args:
+        cache_dir: The cache.
+        cache_name: What the cache is called in messages.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        CacheError: If it is not a JSON object.
+    """
+    path = Path(manifest_path(cache_dir))
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist: {cache_dir} is not a {cache_name} cache. "
+            "Give the --output-dir of a finished precompute run."
+        )
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise CacheError(f"{path} has {path.stat().st_size} bytes, which no manifest needs")
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CacheError(f"{path} is damaged: not JSON ({error}). Copy it anew.") from error
+    if not isinstance(manifest, dict):
+        raise CacheError(f"{path} is damaged: a JSON {type(manifest).__name__}, not an object")
+    return manifest
+
+
+def check_complete(manifest: Mapping[str, Any], cache_dir: str, *, cache_name: str) -> None:
+    """Refuse a cache whose producer did not finish.
+
+    Raises:
+        CacheError: If ``complete`` is there and anything but true.
+    """
+    if manifest.get("complete", True) is not True:
+        raise CacheError(
+            f"{cache_dir} is an incomplete {cache_name} cache (complete="
+            f"{manifest['complete']!r}): its precompute run was interrupted or is still going. "
+            "Run the same precompute command with --resume to finish it."
+        )
+
+
+def identity_fields(manifest: Mapping[str, Any], *, exempt: Iterable[str]) -> dict[str, Any]:
+    """Return what decides a cache's content, flat.
+
+    Args:
+        manifest: A whole manifest.
+        exempt: Fields that describe the state on disk and not what was run.
+
+    Returns:
+        The manifest's fields without `exempt`, and those of ``provenance.identity`` under
+        ``provenance.identity.<key>``.
+    """
+    skip = {*exempt, "provenance"}
+    fields = {key: value for key, value in manifest.items() if key not in skip}
+    provenance = manifest.get("provenance")
+    identity = provenance.get("identity") if isinstance(provenance, dict) else None
+    if isinstance(identity, dict):
+        fields |= {f"provenance.identity.{key}": value for key, value in identity.items()}
+    return fields
+
+
+def identity_digest(manifest: Mapping[str, Any], *, exempt: Iterable[str]) -> str:
+    """Return the SHA-256 of `identity_fields` as canonical JSON, in hex."""
+    fields = identity_fields(manifest, exempt=exempt)
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

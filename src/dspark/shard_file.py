@@ -1,0 +1,395 @@
+"""One shard: a safetensors file whose rows are written one by one and whose padding is a hole.
+
+    8 bytes     size of the header, little-endian
+    header      JSON: __metadata__ {"dspark": "<JSON>"}, then {name: {dtype, shape, data_offsets}}
+    data        every tensor [rows, S, ...], one after the other, widest dtype first, then by name
+
+The file is sized first, each row's real tokens are written to their place as soon as they are
+known, and the header, whose size never depends on its digests, comes last. What is not written
+reads as zeros and, on file systems with holes, takes no disk. The JSON in ``__metadata__`` has
+sorted keys:
+
+    identity    digest of the manifest's identity, or null
+    index       the shard's number
+    lengths     real tokens of each row
+    rows        each row's number in the source; only where source rows were left out
+    xxh3_64     {tensor: [16 hex digits per row, over its real tokens]}
+
+Format of the container: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from dspark.errors import CacheError
+from dspark.publish import StagedFile, write_at
+
+METADATA_KEY = "dspark"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_NO_DIGEST = "0" * 16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The dtype and shape of a tensor that is not in memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor lies: bytes `begin` to `end` of the data section."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMetadata:
+    """What dspark keeps of a shard beside its tensors.
+
+    Attributes:
+        index: The shard's number.
+        identity: Digest of the manifest's identity, or None when written without one.
+        lengths: Real tokens of each row.
+        rows: Each row's number in the source, or None where none was left out.
+        digests: Per tensor, per row: xxh3_64 of the real tokens as 16 hex digits.
+    """
+
+    index: int
+    identity: str | None
+    lengths: tuple[int, ...]
+    rows: tuple[int, ...] | None = None
+    digests: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The text under the ``dspark`` key of the safetensors metadata."""
+        value: dict[str, Any] = {
+            "identity": self.identity,
+            "index": self.index,
+            "lengths": list(self.lengths),
+            "xxh3_64": {name: list(digests) for name, digests in self.digests.items()},
+        }
+        if self.rows is not None:
+            value["rows"] = list(self.rows)
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A safetensors header that has been checked against the size of its file.
+
+    Attributes:
+        tensors: Where each tensor lies.
+        metadata: The string-to-string map under ``__metadata__``.
+        data_start: Byte of the file at which the data section begins.
+        digest: xxh3_64 of the header's bytes, its leading size included, as 16 hex digits.
+    """
+
+    tensors: Mapping[str, TensorPlace]
+    metadata: Mapping[str, str]
+    data_start: int
+    digest: str
+
+
+def place_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, TensorPlace]:
+    """Lay tensors out one after the other, as the safetensors library orders them."""
+    places = {}
+    begin = 0
+    for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
+        end = begin + specs[name].nbytes
+        places[name] = TensorPlace(specs[name], begin, end)
+        begin = end
+    return places
+
+
+def encode_header(places: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> bytes:
+    """Return the leading size and the header, padded with spaces to a multiple of 8 bytes."""
+    content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for name, place in places.items():
+        content[name] = {
+            "dtype": _DTYPE_NAMES[place.spec.dtype],
+            "shape": list(place.spec.shape),
+            "data_offsets": [place.begin, place.end],
+        }
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor without copying them."""
+    flat = tensor.detach().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+class ShardWriter:
+    """Writes one shard, row by row and in any order, then publishes it whole.
+
+    Different rows may be written by different threads.
+
+    Args:
+        path: The shard's final name.
+        row_specs: Per tensor the dtype and the shape [S, ...] of one row.
+        metadata: The shard's number, identity, lengths and source rows; its digests are made here.
+        owner: See `StagedFile`.
+
+    Raises:
+        ValueError: If a length lies outside 0 … S.
+        OSError: If the file cannot be created or sized.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        row_specs: Mapping[str, TensorSpec],
+        *,
+        metadata: ShardMetadata,
+        owner: str = "run",
+    ) -> None:
+        self.path = path
+        self._metadata = metadata
+        self._row_specs = dict(row_specs)
+        rows = len(metadata.lengths)
+        for row, length in enumerate(metadata.lengths):
+            if not all(0 <= length <= spec.shape[0] for spec in row_specs.values()):
+                raise ValueError(f"{path.name} row {row} has length {length}, which does not fit")
+        self._digests = {name: [_NO_DIGEST] * rows for name in row_specs}
+        self._missing = {(name, row) for name in row_specs for row in range(rows)}
+        self._places = place_tensors(
+            {name: TensorSpec(spec.dtype, (rows, *spec.shape)) for name, spec in row_specs.items()}
+        )
+        self._data_start = len(self._encode())
+        self._file = StagedFile(path, owner=owner)
+        try:
+            end = max((place.end for place in self._places.values()), default=0)
+            os.ftruncate(self._file.fd, self._data_start + end)
+        except BaseException:
+            self._file.discard()
+            raise
+
+    def write(self, name: str, row: int, values: torch.Tensor) -> None:
+        """Write the beginning of one row of one tensor.
+
+        Args:
+            name: The tensor.
+            row: The row within the shard.
+            values: [n, ...] with n from the row's length to S, contiguous, on the CPU. Tokens
+                from n on stay zero.
+
+        Raises:
+            ValueError: If dtype or shape are not the row's.
+            OSError: If the disk refuses.
+        """
+        spec, length = self._row_specs[name], self._metadata.lengths[row]
+        fits = length <= values.shape[0] <= spec.shape[0] and values.shape[1:] == spec.shape[1:]
+        if not fits or values.dtype != spec.dtype:
+            raise ValueError(
+                f"{self.path.name} row {row}: {name} must be {spec.dtype} [{length} to "
+                f"{spec.shape[0]}, *{spec.shape[1:]}], got {values.dtype} {tuple(values.shape)}"
+            )
+        data = raw_bytes(values)
+        real = data[: length * spec.nbytes // max(spec.shape[0], 1)]
+        self._digests[name][row] = xxhash.xxh3_64_hexdigest(real)
+        write_at(
+            self._file.fd, data, self._data_start + self._places[name].begin + row * spec.nbytes
+        )
+        self._missing.discard((name, row))
+
+    def publish(self) -> str:
+        """Write the header, flush, and move the shard onto its name.
+
+        Returns:
+            The digest of the header, as `Header.digest`.
+        """
+        assert not self._missing, f"{self.path.name}: rows never written: {sorted(self._missing)}"
+        header = self._encode()
+        assert len(header) == self._data_start
+        write_at(self._file.fd, memoryview(header), 0)
+        self._file.publish()
+        return xxhash.xxh3_64_hexdigest(header)
+
+    def discard(self) -> None:
+        """Remove what was written; do nothing after `publish`."""
+        self._file.discard()
+
+    def _encode(self) -> bytes:
+        metadata = ShardMetadata(
+            self._metadata.index,
+            self._metadata.identity,
+            self._metadata.lengths,
+            self._metadata.rows,
+            self._digests,
+        )
+        return encode_header(self._places, {METADATA_KEY: metadata.to_json()})
+
+
+def write_whole_shard(
+    path: Path,
+    samples: Mapping[str, torch.Tensor],
+    *,
+    metadata: ShardMetadata,
+    padded: Collection[str] = (),
+    owner: str = "run",
+) -> str:
+    """Write a shard whose rows are all in memory, to the same bytes as row by row.
+
+    Args:
+        path: The shard's final name.
+        samples: Per tensor [rows, S, ...]; any device, any strides.
+        metadata: As for `ShardWriter`; beyond a row's length, tensors are not stored …
+        padded: … except these, whose padding carries values.
+        owner: See `StagedFile`.
+
+    Returns:
+        The digest of the header.
+
+    Raises:
+        ValueError: If the tensors do not have one row per length.
+        OSError: If the disk refuses.
+    """
+    rows = {name: tensor.shape[0] for name, tensor in samples.items()}
+    if set(rows.values()) != {len(metadata.lengths)}:
+        raise ValueError(f"{path.name}: {len(metadata.lengths)} lengths for rows {rows}")
+    specs = {name: TensorSpec(t.dtype, tuple(t.shape[1:])) for name, t in samples.items()}
+    writer = ShardWriter(path, specs, metadata=metadata, owner=owner)
+    try:
+        for row, length in enumerate(metadata.lengths):
+            for name, tensor in samples.items():
+                values = tensor[row] if name in padded else tensor[row, :length]
+                writer.write(name, row, values.detach().cpu().contiguous())
+        return writer.publish()
+    finally:
+        writer.discard()
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Nothing is believed: sizes are compared with the file before anything is allocated.
+
+    Raises:
+        CacheError: If the file is not whole or its header is not what safetensors allows.
+        OSError: If it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_header_fd(fd, path)
+    finally:
+        os.close(fd)
+
+
+def read_header_fd(fd: int, path: Path) -> Header:
+    """`read_header` for an open file; `path` is for messages alone."""
+    file_size = os.fstat(fd).st_size
+    prefix = os.pread(fd, 8, 0)
+    size = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or size > min(MAX_HEADER_BYTES, file_size - 8):
+        raise damaged(path, f"{file_size} bytes cannot hold a header of {size} bytes")
+    text = os.pread(fd, size, 8)
+    if len(text) < size:
+        raise damaged(path, f"its header ends after {len(text)} of {size} bytes")
+    content = _decode_json(text, path)
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise damaged(path, "__metadata__ is not a map of strings")
+    tensors = {name: _decode_place(name, entry, path) for name, entry in content.items()}
+    _check_cover(tensors, file_size - 8 - size, path)
+    return Header(tensors, metadata, 8 + size, xxhash.xxh3_64_hexdigest(prefix + text))
+
+
+def shard_metadata(header: Header, path: Path) -> ShardMetadata | None:
+    """Return what dspark recorded in a shard, or None for a file by another writer.
+
+    Raises:
+        CacheError: If the record is there but not what `ShardMetadata` describes.
+    """
+    if METADATA_KEY not in header.metadata:
+        return None
+    value = _decode_json(header.metadata[METADATA_KEY].encode(), path)
+    try:
+        rows = value.get("rows")
+        return ShardMetadata(
+            index=_natural(value["index"]),
+            identity=None if value["identity"] is None else str(value["identity"]),
+            lengths=tuple(map(_natural, value["lengths"])),
+            rows=None if rows is None else tuple(map(_natural, rows)),
+            digests={str(k): tuple(map(str, v)) for k, v in value["xxh3_64"].items()},
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise damaged(path, f"its dspark metadata cannot be read ({error!r})") from error
+
+
+def damaged(path: Path, what: str) -> CacheError:
+    """Return the error for a shard or weights file that is not what it should be."""
+    return CacheError(
+        f"{path} is damaged: {what}. Remove it and run the same precompute command with --resume "
+        "to write it again, or copy it anew."
+    )
+
+
+def _decode_json(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"its header is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise damaged(path, f"its header is a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def _decode_place(name: str, entry: Any, path: Path) -> TensorPlace:
+    try:
+        dtype = _DTYPES[entry["dtype"]]
+        spec = TensorSpec(dtype, tuple(map(_natural, entry["shape"])))
+        begin, end = map(_natural, entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(path, f"the header entry of {name!r} cannot be read ({error!r})") from error
+    if end - begin != spec.nbytes:
+        raise damaged(path, f"{name!r} spans {end - begin} bytes, its shape needs {spec.nbytes}")
+    return TensorPlace(spec, begin, end)
+
+
+def _check_cover(tensors: Mapping[str, TensorPlace], data_bytes: int, path: Path) -> None:
+    position = 0
+    for name, place in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if place.begin != position:
+            raise damaged(path, f"{name!r} begins at byte {place.begin}, expected {position}")
+        position = place.end
+    if position != data_bytes:
+        raise damaged(path, f"its data has {data_bytes} bytes, its header describes {position}")
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a whole number, got {value!r}")
+    return value
