@@ -1,0 +1,102 @@
+"""Shrink a model type's default configuration to one that builds in a blink.
+
+Sizes are cut by the names that configurations share; whatever a type needs beyond that is in
+`OVERRIDES`. Lists with one entry per layer keep every kind of layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+LAYERS, HIDDEN, HEADS, VOCAB = 4, 32, 4, 128
+
+# Largest value for everything of this name, in whatever part of a configuration.
+_SIZES = (
+    (LAYERS, """num_hidden_layers n_layer n_layers num_layers depth decoder_layers encoder_layers
+        num_decoder_layers num_encoder_layers num_blocks max_window_layers vision_layers"""),
+    (HIDDEN, """hidden_size n_embd d_model dim embed_dim word_embed_proj_dim n_embed embedding_size
+        output_hidden_size out_hidden_size text_hidden_size projection_dim input_embedding_size
+        vision_hidden_size audio_hidden_size mm_hidden_size width attention_hidden_size lru_width
+        cross_hidden_size emb_dim altup_hidden_size output_dim llm_hidden_size
+        hidden_size_per_layer_input moe_latent_size"""),
+    (48, """intermediate_size ffn_dim n_inner d_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim
+        shared_expert_intermediate_size moe_intermediate_size dense_intermediate_size mlp_dim
+        shared_intermediate_size intermediate_size_mlp expert_ffn_hidden_size dim_ff
+        moe_shared_expert_intermediate_size mamba_intermediate_size block_ff_dim
+        prefix_dense_intermediate_size projector_hidden_size adapter_hidden_dim"""),
+    (HEADS, """num_attention_heads n_head n_heads num_heads encoder_attention_heads
+        decoder_attention_heads heads num_key_value_heads swa_num_attention_heads
+        linear_num_key_heads linear_num_value_heads linear_num_heads index_n_heads
+        mamba_n_heads mamba_num_heads num_linear_heads"""),
+    (8, """head_dim kv_channels d_head v_head_dim qk_nope_head_dim qk_rope_head_dim
+        linear_key_head_dim linear_value_head_dim dim_head attention_head_dim key_value_size
+        swa_head_dim swa_v_head_dim global_head_dim index_head_dim linear_head_dim
+        attention_head_size qk_head_dim"""),
+    (16, """kv_lora_rank q_lora_rank mamba_d_state ssm_state_size mamba_head_dim mamba_d_head
+        state_size time_step_rank mamba_dt_rank chunk_size mamba_chunk_size o_lora_rank
+        query_pre_attn_scalar laurel_rank"""),
+    (4, """num_experts num_local_experts n_routed_experts moe_num_experts rotary_dim
+        n_shared_experts mamba_n_groups n_groups num_experts_per_layer zero_expert_num
+        num_query_tokens index_topk_freq"""),
+    (2, "num_experts_per_tok top_k moe_k moe_topk num_experts_per_token top_k_experts mamba_expand"),
+    (1, "topk_group n_group"),
+    (28, "image_size"),
+    (14, "patch_size"),
+    (VOCAB, """vocab_size vocab_size_per_layer_input max_position_embeddings n_positions max_seq_len
+        n_ctx max_target_positions max_source_positions codebook_size num_embeddings"""),
+)
+_LARGEST = {name: size for size, names in _SIZES for name in names.split()}
+_NOT_ARGUMENTS = {"model_type", "transformers_version", "architectures", "_name_or_path", "dtype"}
+# Sizes whose default None stands for something that does not fit the others here.
+_IF_NONE = {"head_dim": 8, "num_key_value_heads": 4, "num_experts_per_tok": 2}
+# Ids that mark text; every other `…token_id` marks an image, a sound, … and moves below VOCAB.
+_TEXT_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 3}
+
+OVERRIDES: dict[str, dict[str, Any]] = {}
+
+
+def tiny_config(model_type: str) -> PretrainedConfig:
+    """Return a small configuration of `model_type`; raises what its class raises."""
+    config_class = CONFIG_MAPPING[model_type]
+    arguments = _shrunk(config_class().to_dict(), iter(range(100, VOCAB)))
+    _merge(arguments, OVERRIDES.get(model_type, {}))
+    return config_class(**arguments)
+
+
+def _shrunk(values: dict[str, Any], marker_ids: Any) -> dict[str, Any]:
+    """Return `values` with sizes cut, marker ids below VOCAB and per-layer lists shortened."""
+    layers = next((values[n] for n in _SIZES[0][1].split() if isinstance(values.get(n), int)), 0)
+    small: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in _NOT_ARGUMENTS:
+            continue
+        if isinstance(value, dict) and name.endswith("config") and name != "per_layer_config":
+            kept = {"model_type": value["model_type"]} if "model_type" in value else {}
+            small[name] = kept | _shrunk(value, marker_ids)
+        elif value is None and name in _IF_NONE:
+            small[name] = _IF_NONE[name]
+        elif name in _TEXT_IDS and value is not None:
+            small[name] = _TEXT_IDS[name]
+        elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
+            small[name] = next(marker_ids)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            small[name] = min(value, _LARGEST.get(name, value))
+        elif isinstance(value, list) and len(value) == layers > LAYERS:
+            small[name] = [value[i * (layers - 1) // (LAYERS - 1)] for i in range(LAYERS)]
+        elif name != "per_layer_config":
+            small[name] = value
+    return small
+
+
+def _merge(values: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Write `changes` into `values`, part by part; a change to ... takes the argument away."""
+    for name, change in changes.items():
+        if isinstance(change, dict) and isinstance(values.get(name), dict):
+            _merge(values[name], change)
+        elif change is ...:
+            values.pop(name, None)
+        else:
+            values[name] = change
