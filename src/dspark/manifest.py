@@ -13,7 +13,7 @@ beyond the manifest's own fields; nothing else in ``provenance`` is ever compare
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from dspark.errors import CacheError
 from dspark.publish import publish_bytes
 
 MANIFEST_NAME = "manifest.json"
+IDENTITY_EXEMPT_FIELDS = ("format_version", "complete")  # the state on disk, not what was run
 MAX_MANIFEST_BYTES = 256 * 2**20  # a digest per shard is 60 bytes: millions of shards fit
 
 _SHARD_NAME = re.compile(r"shard-(\d{6,})\.safetensors")
@@ -128,18 +129,13 @@ def check_complete(manifest: Mapping[str, Any], cache_dir: str, *, cache_name: s
         )
 
 
-def identity_fields(manifest: Mapping[str, Any], *, exempt: Iterable[str]) -> dict[str, Any]:
+def identity_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return what decides a cache's content, flat.
 
-    Args:
-        manifest: A whole manifest.
-        exempt: Fields that describe the state on disk and not what was run.
-
-    Returns:
-        The manifest's fields without `exempt`, and those of ``provenance.identity`` under
-        ``provenance.identity.<key>``.
+    These are the manifest's fields without `IDENTITY_EXEMPT_FIELDS`, and those of
+    ``provenance.identity`` under ``provenance.identity.<key>``.
     """
-    skip = {*exempt, "provenance"}
+    skip = {*IDENTITY_EXEMPT_FIELDS, "provenance"}
     fields = {key: value for key, value in manifest.items() if key not in skip}
     provenance = manifest.get("provenance")
     identity = provenance.get("identity") if isinstance(provenance, dict) else None
@@ -148,8 +144,18 @@ def identity_fields(manifest: Mapping[str, Any], *, exempt: Iterable[str]) -> di
     return fields
 
 
-def identity_digest(manifest: Mapping[str, Any], *, exempt: Iterable[str]) -> str:
+def identity_digest(manifest: Mapping[str, Any]) -> str:
     """Return the SHA-256 of `identity_fields` as canonical JSON, in hex."""
-    fields = identity_fields(manifest, exempt=exempt)
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(identity_fields(manifest), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def identity_on_disk(cache_dir: str, *, cache_name: str) -> str | None:
+    """Return `identity_digest` of the manifest in `cache_dir`, or None where there is none.
+
+    Raises:
+        CacheError: If the manifest is not a JSON object.
+    """
+    if not Path(manifest_path(cache_dir)).is_file():
+        return None
+    return identity_digest(read_json_manifest(cache_dir, cache_name=cache_name))

@@ -1,0 +1,225 @@
+"""DSpark's cache: what the frozen target knows of every token, on disk.
+
+    CACHE/
+        manifest.json                 sorted keys; see `build_cache_manifest`
+        target_weights.safetensors    embed_tokens.weight [V, H], lm_head.weight [V, H]
+        shard-000000.safetensors      rows 0 … shard_size-1; the last shard may be shorter
+        shard-000001.safetensors      …
+
+    in a shard of n rows, with S = seq_length, H = hidden_size and L = len(target_layer_ids):
+
+        input_ids                  int64        [n, S]
+        loss_mask                  int64, 0/1   [n, S]
+        target_hidden_states       cache dtype  [n, S, L·H]   layers side by side
+        target_last_hidden_states  cache dtype  [n, S, H]     output of the final norm
+
+Nothing is shifted: the states at position i are those after reading token i, and ``loss_mask[i]``
+speaks of ``input_ids[i]``. Rows are padded on the right; masks and states with zeros. Format 1 is
+that of NVIDIA NeMo AutoModel: each reads the other's caches.
+
+Importing this module needs neither transformers nor datasets.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from dspark.cache_manifest import (
+    _CACHE_NAME,
+    DTYPE_MAP,
+    build_cache_manifest,
+    ensure_manifest_complete,
+    manifest_mismatch_fields,
+    read_manifest,
+    row_specs,
+    tokenizer_chat_template_sha256,
+    write_manifest,
+)
+from dspark.cache_manifest import _FORMAT_VERSION as _FORMAT_VERSION
+from dspark.cache_manifest import _IDENTITY_EXEMPT_FIELDS as _IDENTITY_EXEMPT_FIELDS
+from dspark.errors import CacheError
+from dspark.manifest import (
+    check_shard_indices,
+    existing_shard_indices,
+    identity_digest,
+    identity_on_disk,
+    manifest_path,
+    shard_path,
+)
+from dspark.offline_cache import CachedTensorDataset, build_loader, collate
+from dspark.shard_file import ShardMetadata, write_whole_shard
+from dspark.target_weights import _TARGET_WEIGHTS_NAME as _TARGET_WEIGHTS_NAME
+from dspark.target_weights import _target_weights_path as _target_weights_path
+from dspark.target_weights import read_target_weight_modules, write_target_weights
+
+__all__ = [
+    "CACHE_KEYS",
+    "DTYPE_MAP",
+    "CachedDSparkDataset",
+    "build_cache_manifest",
+    "build_cached_dspark_dataloader",
+    "compute_batch_cache",
+    "ensure_manifest_complete",
+    "existing_shard_indices",
+    "manifest_mismatch_fields",
+    "manifest_path",
+    "read_manifest",
+    "read_target_weight_modules",
+    "shard_path",
+    "tokenizer_chat_template_sha256",
+    "write_manifest",
+    "write_shard",
+    "write_target_weights",
+]
+
+
+CACHE_KEYS = ("input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states")
+
+# The one tensor whose padding is not zero.
+_PADDED_KEYS = ("input_ids",)
+
+
+def compute_batch_cache(target_batch: Any, cache_dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Convert one captured batch into the tensors of the cache.
+
+    Args:
+        target_batch: Any object with ``input_ids`` [B, S], ``loss_mask`` [B, S],
+            ``target_hidden_states`` [B, S, L·H] and ``target_last_hidden_states`` [B, S, H], on
+            any device; optionally ``lengths`` [B], the real tokens of each row.
+        cache_dtype: The dtype of the states.
+
+    Returns:
+        The tensors of `CACHE_KEYS`, contiguous, on the CPU: ids and mask int64, states in
+        `cache_dtype`; and ``lengths`` int64 where the batch has them.
+    """
+    dtypes = (torch.int64, torch.int64, cache_dtype, cache_dtype)
+    samples = {
+        key: getattr(target_batch, key).detach().to("cpu", dtype).contiguous()
+        for key, dtype in zip(CACHE_KEYS, dtypes, strict=True)
+    }
+    lengths = getattr(target_batch, "lengths", None)
+    if lengths is not None:
+        samples["lengths"] = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
+    return samples
+
+
+def write_shard(cache_dir: str, shard_index: int, samples: dict[str, torch.Tensor]) -> str:
+    """Write one shard and return its path.
+
+    Beyond a row's length only ``input_ids`` are stored; the states of padding become zeros.
+
+    Args:
+        cache_dir: The cache. A manifest in it gives the shard its identity.
+        shard_index: The shard's number.
+        samples: The tensors of `CACHE_KEYS`, each with one row per sample; optionally ``lengths``
+            [n], without which every row counts as full, and ``rows`` [n], their numbers in the
+            source. Other keys are refused.
+
+    Raises:
+        CacheError: If a tensor is missing, unknown, or does not fit the others; "missing required"
+            in the first case.
+        OSError: If it cannot be written.
+    """
+    missing = [key for key in CACHE_KEYS if key not in samples]
+    if missing:
+        raise CacheError(f"shard {shard_index}: missing required tensors {missing}")
+    unknown = sorted(samples.keys() - {*CACHE_KEYS, "lengths", "rows"})
+    if unknown:
+        raise CacheError(f"shard {shard_index}: unknown tensors {unknown}; expected {CACHE_KEYS}")
+    tensors = {key: samples[key] for key in CACHE_KEYS}
+    count, seq_length = tensors["input_ids"].shape
+    lengths = samples.get("lengths", torch.full((count,), seq_length)).tolist()
+    for row, length in enumerate(lengths):
+        if tensors["loss_mask"][row, length:].any():
+            raise CacheError(f"shard {shard_index} row {row}: loss_mask is set beyond {length}")
+    metadata = ShardMetadata(
+        index=shard_index,
+        identity=identity_on_disk(cache_dir, cache_name=_CACHE_NAME),
+        lengths=tuple(lengths),
+        rows=tuple(samples["rows"].tolist()) if "rows" in samples else None,
+    )
+    path = shard_path(cache_dir, shard_index)
+    write_whole_shard(Path(path), tensors, metadata=metadata, padded=_PADDED_KEYS)
+    return path
+
+
+class CachedDSparkDataset(CachedTensorDataset):
+    """Read the shards of a finished cache lazily.
+
+    An item is a dict of `CACHE_KEYS`: ``input_ids`` and ``loss_mask`` int64 [S],
+    ``target_hidden_states`` [S, L·H] and ``target_last_hidden_states`` [S, H] in the cache dtype.
+
+    Args:
+        cache_dir: The cache.
+        check: How much is believed; see `CachedTensorDataset`.
+        mmap: Whether to map the shards instead of reading them; see `CachedTensorDataset`.
+
+    Attributes:
+        manifest: The cache's manifest.
+
+    Raises:
+        FileNotFoundError: If there is no manifest.
+        CacheError: If the cache is incomplete, its manifest damaged, or its shard indices are not
+            the manifest's.
+    """
+
+    def __init__(
+        self,
+        cache_dir: str,
+        *,
+        check: Literal["names", "headers", "checksums"] = "headers",
+        mmap: bool = False,
+    ) -> None:
+        self.manifest = read_manifest(cache_dir)
+        num_samples, shard_size = self.manifest["num_samples"], self.manifest["shard_size"]
+        check_shard_indices(cache_dir, -(-num_samples // shard_size))
+        super().__init__(
+            cache_dir,
+            row_specs=row_specs(self.manifest),
+            padded=_PADDED_KEYS,
+            num_rows=num_samples,
+            shard_size=shard_size,
+            identity=identity_digest(self.manifest),
+            check=check,
+            mmap=mmap,
+        )
+
+
+def _collate_cached(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack items of `CachedDSparkDataset` into a batch: every tensor gains dim 0."""
+    return collate(features)
+
+
+def build_cached_dspark_dataloader(
+    *,
+    cache_dir: str,
+    batch_size: int,
+    shuffle: bool,
+    num_workers: int = 0,
+    distributed: bool = False,
+) -> DataLoader[dict[str, torch.Tensor]]:
+    """Build a dataloader over a finished cache.
+
+    Args:
+        cache_dir: The cache.
+        batch_size: Rows of a batch.
+        shuffle: Whether the order is drawn anew from seed and epoch (``loader.sampler.set_epoch``).
+        num_workers: Worker processes that read; 0 reads in this one.
+        distributed: Whether each rank of the default process group reads its own share.
+
+    Returns:
+        A loader of dicts of `CACHE_KEYS`, each [B, S, ...].
+
+    Raises:
+        FileNotFoundError: If there is no manifest.
+        CacheError: As for `CachedDSparkDataset`.
+    """
+    return build_loader(
+        CachedDSparkDataset(cache_dir),
+        batch_size=batch_size,
+        shuffle=shuffle,
+        num_workers=num_workers,
+        distributed=distributed,
+    )

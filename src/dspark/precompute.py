@@ -1,0 +1,145 @@
+r"""Precompute the hidden states that a DSpark draft learns from.
+
+    python -m dspark.precompute \
+        --target-model Qwen/Qwen3-0.6B \
+        --input-data messages.jsonl \
+        --output-dir cache \
+        --seq-length 2048 --batch-size 4 --shard-size 256 --dtype bf16
+
+The frozen target runs once over the conversations; training then streams the cache and never loads
+the target. Everything that can be refused is refused before the model is loaded. An interrupted run
+goes on with the same command and ``--resume``.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import traceback
+from typing import Any
+
+from dspark.errors import CacheError, TargetError
+from dspark.manifest import existing_shard_indices, manifest_path
+from dspark.options import build_parser as _build_parser
+from dspark.options import validate_args as _validate_args
+
+logger = logging.getLogger(__name__)
+
+_DEEPSEEK_V4_MODEL_TYPE = "deepseek_v4"
+_GLM_5_2_MODEL_TYPE = "glm_moe_dsa"
+_MINIMAX_M3_MODEL_TYPES = ("minimax_m3_vl",)
+_UNSUPPORTED_OFFLINE_TARGET_MODEL_TYPES = (
+    _DEEPSEEK_V4_MODEL_TYPE,
+    _GLM_5_2_MODEL_TYPE,
+    *_MINIMAX_M3_MODEL_TYPES,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: The arguments, without the program's name; None for those of the process.
+
+    Returns:
+        0 when the cache is finished, 1 when the run failed; argparse exits with 2 on bad usage.
+    """
+    args = _build_parser().parse_args(argv)
+    _set_up_logging(args.log_level)
+    # Rows are spread over processes: threads inside each would fight for the same cores, and a
+    # tokenizer that is used before a fork would say so at length.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        return _run(args)
+    except (OSError, ValueError) as error:
+        if args.log_level == "DEBUG":
+            traceback.print_exc()
+        print(f"dspark.precompute: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Load the target, scan the dataset once, and write the sharded cache."""
+    _validate_args(args)
+    existing = existing_shard_indices(args.output_dir)
+    if existing and not args.resume:
+        raise CacheError(
+            f"{args.output_dir} already holds {len(existing)} shards. Give --resume to go on with "
+            "them, or another --output-dir."
+        )
+    _refuse_unsupported_target(args)
+    # Only now: these import torch and transformers, and what is above answers at once.
+    from dspark.run import prepare_run
+
+    job = prepare_run(args)
+    _ensure_resume_compatible(args.output_dir, job.manifest, existing)
+    job.write(resume=args.resume)
+    return 0
+
+
+def _refuse_unsupported_target(args: argparse.Namespace) -> None:
+    from dspark.target import read_model_type
+
+    model_type = read_model_type(
+        args.target_model, revision=args.revision, trust_remote_code=args.trust_remote_code
+    )
+    if model_type in _UNSUPPORTED_OFFLINE_TARGET_MODEL_TYPES:
+        raise TargetError(
+            f"{args.target_model} has model_type={model_type!r}, which transformers' decoder does "
+            "not run the way it is served: its hidden states cannot be precomputed. Train its draft "
+            "online, with the target in the loop."
+        )
+
+
+def _ensure_resume_compatible(
+    cache_dir: str, manifest: dict[str, Any], existing_shards: set[int]
+) -> None:
+    """Refuse to resume into shards produced with a different configuration.
+
+    Args:
+        cache_dir: The cache.
+        manifest: What this run would write.
+        existing_shards: The shards that are there.
+
+    Raises:
+        CacheError: If there are shards and no manifest, or a manifest that "does not match", with
+            every differing field and both values.
+    """
+    from dspark.cache import manifest_mismatch_fields, read_manifest
+
+    if not os.path.exists(manifest_path(cache_dir)):
+        if existing_shards:
+            raise CacheError(
+                f"{cache_dir} holds {len(existing_shards)} shards but no manifest, so nothing says "
+                "what they are. Use another --output-dir, or remove them."
+            )
+        return
+    recorded = read_manifest(cache_dir, allow_incomplete=True)
+    fields = manifest_mismatch_fields(recorded, manifest)
+    if fields:
+        lines = (
+            f"\n  {name}: cache {_field(recorded, name)}, this run {_field(manifest, name)}"
+            for name in fields
+        )
+        raise CacheError(
+            f"the cache in {cache_dir} does not match this run:{''.join(lines)}\n"
+            "Give the settings it was begun with, or another --output-dir."
+        )
+
+
+def _field(manifest: dict[str, Any], name: str) -> str:
+    value: Any = manifest
+    for key in name.split(".", 2):
+        value = value.get(key) if isinstance(value, dict) else None
+    return "nothing" if value is None else json.dumps(value)
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    for name in ("dspark", __name__):
+        logging.getLogger(name).setLevel(level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
