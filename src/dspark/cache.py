@@ -49,7 +49,8 @@ from dspark.manifest import (
     shard_path,
 )
 from dspark.offline_cache import CachedTensorDataset, build_loader, collate
-from dspark.shard_file import ShardMetadata, write_whole_shard
+from dspark.shard_file import ShardMetadata
+from dspark.shard_writer import write_whole_shard
 from dspark.target_weights import _TARGET_WEIGHTS_NAME as _TARGET_WEIGHTS_NAME
 from dspark.target_weights import _target_weights_path as _target_weights_path
 from dspark.target_weights import read_target_weight_modules, write_target_weights

@@ -21,7 +21,8 @@ from dspark.capture import Captured, Target
 from dspark.errors import TargetError
 from dspark.manifest import shard_path
 from dspark.plan import micro_batches, shard_rows
-from dspark.shard_file import ShardMetadata, ShardWriter, TensorSpec
+from dspark.shard_file import ShardMetadata, TensorSpec
+from dspark.shard_writer import ShardWriter
 from dspark.staging import StagedStates, make_stager
 from dspark.tokens import Tokens
 

@@ -87,7 +87,7 @@ def _refuse_unsupported_target(args: argparse.Namespace) -> None:
     if model_type in _UNSUPPORTED_OFFLINE_TARGET_MODEL_TYPES:
         raise TargetError(
             f"{args.target_model} has model_type={model_type!r}, which transformers' decoder does "
-            "not run the way it is served: its hidden states cannot be precomputed. Train its draft "
+            "not run as it is served: its hidden states cannot be precomputed. Train its draft "
             "online, with the target in the loop."
         )
 

@@ -1,13 +1,11 @@
-"""One shard: a safetensors file whose rows are written one by one and whose padding is a hole.
+"""What a shard file is: a safetensors file with a record of its rows in the metadata.
 
     8 bytes     size of the header, little-endian
     header      JSON: __metadata__ {"dspark": "<JSON>"}, then {name: {dtype, shape, data_offsets}}
     data        every tensor [rows, S, ...], one after the other, widest dtype first, then by name
 
-The file is sized first, each row's real tokens are written to their place as soon as they are
-known, and the header, whose size never depends on its digests, comes last. What is not written
-reads as zeros and, on file systems with holes, takes no disk. The JSON in ``__metadata__`` has
-sorted keys:
+The states of padding are zero. `dspark.shard_writer` leaves them as holes, which take no disk. The
+JSON in ``__metadata__`` has sorted keys:
 
     identity    digest of the manifest's identity, or null
     index       the shard's number
@@ -21,7 +19,7 @@ Format of the container: https://github.com/huggingface/safetensors#format
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ import torch
 import xxhash
 
 from dspark.errors import CacheError
-from dspark.publish import StagedFile, write_at
 
 METADATA_KEY = "dspark"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -48,7 +45,6 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_NO_DIGEST = "0" * 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,146 +146,6 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor without copying them."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-class ShardWriter:
-    """Writes one shard, row by row and in any order, then publishes it whole.
-
-    Different rows may be written by different threads.
-
-    Args:
-        path: The shard's final name.
-        row_specs: Per tensor the dtype and the shape [S, ...] of one row.
-        metadata: The shard's number, identity, lengths and source rows; its digests are made here.
-        owner: See `StagedFile`.
-
-    Raises:
-        ValueError: If a length lies outside 0 … S.
-        OSError: If the file cannot be created or sized.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        row_specs: Mapping[str, TensorSpec],
-        *,
-        metadata: ShardMetadata,
-        owner: str = "run",
-    ) -> None:
-        self.path = path
-        self._metadata = metadata
-        self._row_specs = dict(row_specs)
-        rows = len(metadata.lengths)
-        for row, length in enumerate(metadata.lengths):
-            if not all(0 <= length <= spec.shape[0] for spec in row_specs.values()):
-                raise ValueError(f"{path.name} row {row} has length {length}, which does not fit")
-        self._digests = {name: [_NO_DIGEST] * rows for name in row_specs}
-        self._missing = {(name, row) for name in row_specs for row in range(rows)}
-        self._places = place_tensors(
-            {name: TensorSpec(spec.dtype, (rows, *spec.shape)) for name, spec in row_specs.items()}
-        )
-        self._data_start = len(self._encode())
-        self._file = StagedFile(path, owner=owner)
-        try:
-            end = max((place.end for place in self._places.values()), default=0)
-            os.ftruncate(self._file.fd, self._data_start + end)
-        except BaseException:
-            self._file.discard()
-            raise
-
-    def write(self, name: str, row: int, values: torch.Tensor) -> None:
-        """Write the beginning of one row of one tensor.
-
-        Args:
-            name: The tensor.
-            row: The row within the shard.
-            values: [n, ...] with n from the row's length to S, contiguous, on the CPU. Tokens
-                from n on stay zero.
-
-        Raises:
-            ValueError: If dtype or shape are not the row's.
-            OSError: If the disk refuses.
-        """
-        spec, length = self._row_specs[name], self._metadata.lengths[row]
-        fits = length <= values.shape[0] <= spec.shape[0] and values.shape[1:] == spec.shape[1:]
-        if not fits or values.dtype != spec.dtype:
-            raise ValueError(
-                f"{self.path.name} row {row}: {name} must be {spec.dtype} [{length} to "
-                f"{spec.shape[0]}, *{spec.shape[1:]}], got {values.dtype} {tuple(values.shape)}"
-            )
-        data = raw_bytes(values)
-        real = data[: length * spec.nbytes // max(spec.shape[0], 1)]
-        self._digests[name][row] = xxhash.xxh3_64_hexdigest(real)
-        write_at(
-            self._file.fd, data, self._data_start + self._places[name].begin + row * spec.nbytes
-        )
-        self._missing.discard((name, row))
-
-    def publish(self) -> str:
-        """Write the header, flush, and move the shard onto its name.
-
-        Returns:
-            The digest of the header, as `Header.digest`.
-        """
-        assert not self._missing, f"{self.path.name}: rows never written: {sorted(self._missing)}"
-        header = self._encode()
-        assert len(header) == self._data_start
-        write_at(self._file.fd, memoryview(header), 0)
-        self._file.publish()
-        return xxhash.xxh3_64_hexdigest(header)
-
-    def discard(self) -> None:
-        """Remove what was written; do nothing after `publish`."""
-        self._file.discard()
-
-    def _encode(self) -> bytes:
-        metadata = ShardMetadata(
-            self._metadata.index,
-            self._metadata.identity,
-            self._metadata.lengths,
-            self._metadata.rows,
-            self._digests,
-        )
-        return encode_header(self._places, {METADATA_KEY: metadata.to_json()})
-
-
-def write_whole_shard(
-    path: Path,
-    samples: Mapping[str, torch.Tensor],
-    *,
-    metadata: ShardMetadata,
-    padded: Collection[str] = (),
-    owner: str = "run",
-) -> str:
-    """Write a shard whose rows are all in memory, to the same bytes as row by row.
-
-    Args:
-        path: The shard's final name.
-        samples: Per tensor [rows, S, ...]; any device, any strides.
-        metadata: As for `ShardWriter`; beyond a row's length, tensors are not stored …
-        padded: … except these, whose padding carries values.
-        owner: See `StagedFile`.
-
-    Returns:
-        The digest of the header.
-
-    Raises:
-        ValueError: If the tensors do not have one row per length.
-        OSError: If the disk refuses.
-    """
-    rows = {name: tensor.shape[0] for name, tensor in samples.items()}
-    if set(rows.values()) != {len(metadata.lengths)}:
-        raise ValueError(f"{path.name}: {len(metadata.lengths)} lengths for rows {rows}")
-    specs = {name: TensorSpec(t.dtype, tuple(t.shape[1:])) for name, t in samples.items()}
-    writer = ShardWriter(path, specs, metadata=metadata, owner=owner)
-    try:
-        for row, length in enumerate(metadata.lengths):
-            for name, tensor in samples.items():
-                values = tensor[row] if name in padded else tensor[row, :length]
-                writer.write(name, row, values.detach().cpu().contiguous())
-        return writer.publish()
-    finally:
-        writer.discard()
 
 
 def read_header(path: Path) -> Header:

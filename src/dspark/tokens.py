@@ -178,7 +178,7 @@ def write_tokens(
                 break
         if not writer.counts.rows:
             raise DataError(f"no row is left to train on: {_explain_none(writer.counts)}")
-        counts = writer.finish(encoder.warnings)
+        counts = writer.finish()
     record = {"key": dict(key), "counts": asdict(counts)}
     publish_bytes(directory / TOKENS_NAME, json.dumps(record, indent=1).encode())
     tokens = load_tokens(directory, key)
@@ -208,10 +208,12 @@ class _Writer:
         self.counts.tokens += len(ids)
         self.counts.supervised_tokens += int(mask.sum())
         self.counts.cut_rows += conversation.truncated
+        for warning in conversation.warnings:
+            if warning not in self.counts.warnings:
+                self.counts.warnings.append(warning)
 
-    def finish(self, warnings: Iterable[str]) -> TokenCounts:
+    def finish(self) -> TokenCounts:
         self.counts.skipped = dict(sorted(self.skipped.items()))
-        self.counts.warnings = list(warnings)
         self.counts.sha256 = self._hash.hexdigest()
         return self.counts
 
