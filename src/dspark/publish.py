@@ -51,8 +51,8 @@ class StagedFile:
     def publish(self) -> None:
         """Flush the file to disk and move it onto its final name."""
         os.fsync(self.fd)
-        self._close()
         os.replace(self.temporary, self.path)
+        self._close()  # only now: `discard` removes what is still open
         fsync_directory(self.path.parent)
 
     def discard(self) -> None:
