@@ -1,0 +1,109 @@
+"""One conversation as text and tokens, with the place of every message in both."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dspark.alignment import TokenizedText
+from dspark.errors import RowError
+from dspark.messages import Message
+from dspark.template import ChatTemplate, Region, Render
+
+Tokenize = Callable[[str], TokenizedText]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The tokens [first, last) that overlap what was printed for one message, header included."""
+
+    first: int
+    last: int
+    message: int
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation after its one render and its one tokenization.
+
+    Attributes:
+        template: What printed it.
+        messages: As the template got them.
+        tools: Tool definitions, or None.
+        render: The text, its regions and its generation blocks.
+        tokens: The tokens of the whole text.
+        regions: Where each message lies in the text, in text order.
+        turns: The tokens of the assistant's messages, in text order.
+        tokenize: Gives the tokens of other texts.
+    """
+
+    template: ChatTemplate
+    messages: Sequence[Message]
+    tools: list[Any] | None
+    render: Render
+    tokens: TokenizedText
+    regions: list[Region]
+    turns: list[Turn]
+    tokenize: Tokenize
+
+    def ids_of(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Return the token ids of other messages under the same template and tools."""
+        return self.tokenize(self.template.render(messages, self.tools, **variables).text).ids
+
+
+def render_chat(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: list[Any] | None,
+    tokenize: Tokenize,
+) -> RenderedChat:
+    """Render and tokenize a conversation.
+
+    Raises:
+        RowError: If the template refuses it, prints nothing, or hides where an answer is.
+    """
+    render = template.render(messages, tools)
+    try:
+        tokens = tokenize(render.text)
+    except (UnicodeError, TypeError) as error:  # a lone surrogate, from an escape in JSON
+        raise RowError("text is not valid Unicode", str(error)) from error
+    if not tokens.ids:
+        raise RowError("nothing rendered", f"the template printed {render.text!r}")
+    regions = _find_regions(template, render, messages, tools)
+    turns = [
+        Turn(*tokens.cover(region.start, region.stop), region.message)
+        for region in regions
+        if messages[region.message]["role"] == "assistant"
+    ]
+    return RenderedChat(template, messages, tools, render, tokens, regions, turns, tokenize)
+
+
+def _find_regions(
+    template: ChatTemplate, render: Render, messages: Sequence[Message], tools: list[Any] | None
+) -> list[Region]:
+    seen = {region.message for region in render.regions}
+    if all(i in seen or not _answers(message) for i, message in enumerate(messages)):
+        return render.regions
+    return _regions_from_beginnings(template, render, messages, tools)
+
+
+def _answers(message: Message) -> bool:
+    return message["role"] == "assistant" and any(
+        value for key, value in message.items() if key != "role"
+    )
+
+
+def _regions_from_beginnings(
+    template: ChatTemplate, render: Render, messages: Sequence[Message], tools: list[Any] | None
+) -> list[Region]:
+    """Find the regions of a template without a loop to follow: render every beginning."""
+    lengths = [0]
+    for count in range(1, len(messages) + 1):
+        text = template.render(messages[:count], tools).text
+        if not render.text.startswith(text):
+            raise RowError(
+                "turns not found in the template's text",
+                f"the first {count} messages are printed differently when more follow, and the "
+                "template has no loop over the messages that could be followed",
+            )
+        lengths.append(len(text))
+    return [Region(lengths[i], lengths[i + 1], i) for i in range(len(messages))]
