@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dspark.publish import publish_bytes
 
 MANIFEST_NAME = "manifest.json"
 IDENTITY_EXEMPT_FIELDS = ("format_version", "complete")  # the state on disk, not what was run
-MAX_MANIFEST_BYTES = 256 * 2**20  # a digest per shard is 60 bytes: millions of shards fit
+MAX_MANIFEST_BYTES = 64 * 2**20  # a digest per shard is 60 bytes: a million shards fit
 
 _SHARD_NAME = re.compile(r"shard-(\d{6,})\.safetensors")
 
@@ -57,13 +58,25 @@ def check_shard_indices(cache_dir: str, num_shards: int) -> None:
         CacheError: Naming the shards that are missing or not the manifest's.
     """
     found = existing_shard_indices(cache_dir)
-    wanted = set(range(num_shards))
-    if found != wanted:
+    unexpected = {index for index in found if index >= num_shards}
+    missing = num_shards - (len(found) - len(unexpected))
+    if missing or unexpected:
         raise CacheError(
             f"{cache_dir}: the shard indices on disk are not 0 … {num_shards - 1} as its manifest "
-            f"says: missing {abridged(wanted - found)}, unexpected {abridged(found - wanted)}. "
-            "Run the same precompute command with --resume, or copy the cache again."
+            f"says: {missing} missing ({first_missing(found, num_shards)}), unexpected "
+            f"{abridged(unexpected)}. Run the same precompute command with --resume, or copy the "
+            "cache again."
         )
+
+
+def first_missing(found: Collection[int], num_shards: int, *, most: int = 8) -> str:
+    """Return as text the lowest numbers below `num_shards` that are not in `found`.
+
+    `num_shards` may be anything: a damaged manifest may claim more shards than memory can list.
+    """
+    missing = (index for index in range(num_shards) if index not in found)
+    some = list(islice(missing, most + 1))
+    return ", ".join([*map(str, some[:most]), *["…"] * (len(some) > most)]) or "none"
 
 
 def abridged(values: Collection[int], *, most: int = 8) -> str:
@@ -82,9 +95,13 @@ def write_json_manifest(cache_dir: str, manifest: Mapping[str, Any], *, owner: s
         OSError: If it cannot be written; an older manifest is then still whole.
     """
     path = manifest_path(cache_dir)
-    text = json.dumps(manifest, sort_keys=True, indent=2) + "\n"
-    publish_bytes(Path(path), text.encode(), owner=owner)
+    publish_bytes(Path(path), manifest_text(manifest).encode(), owner=owner)
     return path
+
+
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """Return a manifest as it is written: keys sorted, indented by 2."""
+    return json.dumps(manifest, sort_keys=True, indent=2) + "\n"
 
 
 def read_json_manifest(cache_dir: str, *, cache_name: str) -> dict[str, Any]:
@@ -105,7 +122,10 @@ def read_json_manifest(cache_dir: str, *, cache_name: str) -> dict[str, Any]:
             "Give the --output-dir of a finished precompute run."
         )
     if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise CacheError(f"{path} has {path.stat().st_size} bytes, which no manifest needs")
+        raise CacheError(
+            f"{path} has {path.stat().st_size} bytes, more than any manifest needs "
+            f"({MAX_MANIFEST_BYTES}). Copy it anew."
+        )
     try:
         manifest = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
