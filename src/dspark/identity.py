@@ -6,7 +6,7 @@ name or time: a checkpoint that was replaced in place is another target.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,41 @@ _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "config
 _READ_BYTES = 16 * 2**20
 
 
-def target_identity(target_model: str, *, commit: str | None, memory: Path) -> str:
+class FileHashes:
+    """xxh3_128 of files' contents, remembered by size and time so that it is not made twice.
+
+    Args:
+        memory: The JSON file that remembers.
+    """
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+        self._known = _read_memory(memory)
+        self._used: dict[str, dict[str, Any]] = {}
+
+    def of(self, path: Path) -> str:
+        """Return the hash of a file's content as 32 hex digits."""
+        stat = path.stat()
+        stamp = [stat.st_size, stat.st_mtime_ns]
+        entry = self._known.get(str(path.resolve()), {})
+        digest = entry.get("xxh3_128") if entry.get("stamp") == stamp else None
+        digest = digest or _hash_file(path)
+        self._used[str(path.resolve())] = {"stamp": stamp, "xxh3_128": digest}
+        return str(digest)
+
+    def save(self) -> None:
+        """Remember the files that were asked for, and no others."""
+        if self._used != self._known:
+            publish_bytes(self._memory, json.dumps(self._used, sort_keys=True, indent=1).encode())
+
+
+def target_identity(target_model: str, *, commit: str | None, hashes: FileHashes) -> str:
     """Return what names the target's weights for good.
 
     Args:
         target_model: Hub id or directory.
         commit: The resolved commit of a Hub model.
-        memory: A JSON file that remembers the hashes of files by size and time, so that they are
-            not made twice.
+        hashes: Hashes the files of a directory.
 
     Returns:
         ``commit:<hash>`` for a Hub model, ``xxh3_128:<hash>`` over the weight files, configuration
@@ -35,8 +62,7 @@ def target_identity(target_model: str, *, commit: str | None, memory: Path) -> s
     if not directory.is_dir():
         return f"commit:{commit}"
     files = sorted({p for pattern in _WEIGHT_PATTERNS for p in directory.glob(pattern)})
-    hashes = _file_hashes(files, memory)
-    lines = "".join(f"{path.name} {hashes[str(path)]}\n" for path in files)
+    lines = "".join(f"{path.name} {hashes.of(path)}\n" for path in files)
     return f"xxh3_128:{xxhash.xxh3_128_hexdigest(lines.encode())}"
 
 
@@ -48,21 +74,6 @@ def tokenizer_identity(tokenizer: Any) -> str:
     content = {"vocab": tokenizer.get_vocab(), "special": sorted(tokenizer.all_special_tokens)}
     text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _file_hashes(files: Iterable[Path], memory: Path) -> dict[str, str]:
-    known = _read_memory(memory)
-    hashes, entries = {}, {}
-    for path in files:
-        stat = path.stat()
-        stamp = [stat.st_size, stat.st_mtime_ns]
-        entry = known.get(str(path.resolve()), {})
-        digest = entry.get("xxh3_128") if entry.get("stamp") == stamp else None
-        hashes[str(path)] = digest or _hash_file(path)
-        entries[str(path.resolve())] = {"stamp": stamp, "xxh3_128": hashes[str(path)]}
-    if entries != known:
-        publish_bytes(memory, json.dumps(entries, sort_keys=True, indent=1).encode())
-    return hashes
 
 
 def _read_memory(memory: Path) -> Mapping[str, Any]:

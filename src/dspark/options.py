@@ -126,6 +126,12 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         help="inline Jinja, a file, or a JSON file with a chat_template key",
     )
     group.add_argument(
+        "--template-date",
+        metavar="YYYY-MM-DD",
+        help="the day that a template which reads the clock sees (default: the day the cache was "
+        "begun)",
+    )
+    group.add_argument(
         "--mask-reasoning-content",
         action="store_true",
         help="leave reasoning out of the loss mask",
@@ -196,6 +202,33 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         default="auto",
         choices=COMPUTE_DTYPES,
         help="dtype of weights and forward; auto is bf16 on CUDA, fp32 on CPU (default: auto)",
+    )
+    group.add_argument(
+        "--device-map",
+        metavar="MAP",
+        help="auto spreads a target over this machine's GPUs and memory (needs accelerate)",
+    )
+    group.add_argument(
+        "--no-target-check",
+        action="store_true",
+        help="do not compare captured states with the model's own before the first row",
+    )
+    group.add_argument(
+        "--on-bad-state",
+        choices=("stop", "mask"),
+        default="stop",
+        help="what to do with a row whose states are not finite: stop, or keep it with zero states "
+        "and a zero loss mask (default: stop)",
+    )
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="read the input, print what the cache will take as a table and as JSON, and stop",
+    )
+    group.add_argument(
+        "--ignore-free-space",
+        action="store_true",
+        help="go on although the cache does not seem to fit",
     )
     group.add_argument(
         "--num-workers",

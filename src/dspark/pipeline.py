@@ -7,6 +7,8 @@ Memory is a few micro-batches, however many rows a shard has.
 """
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -72,6 +74,7 @@ def write_shards(
     *,
     on_rows: Callable[[int, int], None] = lambda rows, tokens: None,
     on_shard: Callable[[int], None] = lambda index: None,
+    check_stop: Callable[[float], None] = lambda seconds_left: None,
     threads: int = 1,
     queue_size: int = 2,
     owner: str = "run",
@@ -85,7 +88,9 @@ def write_shards(
         tokens: The tokenized input.
         settings: What decides the shards' content.
         on_rows: Called by a writer thread with the rows and real tokens that were written.
-        on_shard: Called by a writer thread with the number of a published shard.
+        on_shard: Called by a writer thread with the number of a shard before it is published.
+        check_stop: Called between micro-batches with the seconds that the shard in hand will still
+            take (infinite before it has begun); what it raises ends the run.
         threads: Writer threads.
         queue_size: Micro-batches that wait for a writer or are being written.
         owner: See `StagedFile`.
@@ -99,15 +104,18 @@ def write_shards(
     try:
         with Background(threads=threads, queue_size=queue_size) as background:
             for index in shard_indices:
+                check_stop(math.inf)
                 shard = _open_shard(cache_dir, index, tokens, settings, owner)
                 unpublished.add(shard.writer)
                 written = []
+                clock = _ShardClock(shard)
                 for rows, captured in _forwards(target, shard):
                     # No name may keep the states: the queue alone bounds how many are alive.
                     task = partial(_write_rows, shard, rows, stage(captured), on_rows)
                     del captured
                     written.append(background.submit(task))
                     del task
+                    check_stop(clock.seconds_left(rows))
                 background.submit(partial(_publish, shard, written, unpublished, on_shard))
     finally:
         for writer in unpublished:
@@ -122,6 +130,23 @@ class _Shard:
     batches: Sequence[Sequence[int]]  # rows of the cache
     tokens: Tokens
     settings: ShardSettings
+
+
+class _ShardClock:
+    """Tells how long the shard in hand will still take, from its tokens so far."""
+
+    def __init__(self, shard: _Shard) -> None:
+        self._begun = time.monotonic()
+        self._lengths = shard.tokens.lengths
+        self._done = 0
+        self._left = sum(int(self._lengths[list(rows)].sum()) for rows in shard.batches)
+
+    def seconds_left(self, rows: Sequence[int]) -> float:
+        """Count `rows` as done and return the seconds that the others need at their rate."""
+        tokens = int(self._lengths[list(rows)].sum())
+        self._done += tokens
+        self._left -= tokens
+        return (time.monotonic() - self._begun) * self._left / max(self._done, 1)
 
 
 def _open_shard(
@@ -182,6 +207,12 @@ def _forwards(target: Target, shard: _Shard) -> Iterator[tuple[Sequence[int], Ca
                 pending[:0] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
                 torch.cuda.empty_cache()
                 continue
+            except Exception as error:
+                raise TargetError(
+                    f"the target failed on rows {list(rows)} of the cache (rows "
+                    f"{shard.tokens.source_rows[list(rows)].tolist()} of the source): "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             yield rows, captured
             del captured
 
@@ -259,6 +290,6 @@ def _publish(
 ) -> None:
     for future in written:
         future.result()
+    on_shard(shard.index)
     shard.writer.publish()
     unpublished.discard(shard.writer)
-    on_shard(shard.index)

@@ -15,14 +15,21 @@ import argparse
 import json
 import logging
 import os
+import shlex
+import signal
 import sys
 import traceback
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from dspark.errors import CacheError, TargetError
+from dspark.interrupts import Stopped
 from dspark.manifest import existing_shard_indices, manifest_path
 from dspark.options import build_parser as _build_parser
 from dspark.options import validate_args as _validate_args
+
+if TYPE_CHECKING:
+    from dspark.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -45,37 +52,88 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 when the cache is finished, 1 when the run failed; argparse exits with 2 on bad usage.
     """
+    argv = sys.argv[1:] if argv is None else argv
     args = _build_parser().parse_args(argv)
     _set_up_logging(args.log_level)
     # Rows are spread over processes: threads inside each would fight for the same cores, and a
     # tokenizer that is used before a fork would say so at length.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    resume = [] if args.resume else ["--resume"]
+    args.command_to_continue = shlex.join(["python", "-m", "dspark.precompute", *argv, *resume])
     try:
         return _run(args)
+    except KeyboardInterrupt as error:
+        return _fail("interrupted", error, 128 + signal.SIGINT)
+    except Stopped as error:
+        return _fail(str(error), error, 128 + error.signum)
     except (OSError, ValueError) as error:
         if args.log_level == "DEBUG":
             traceback.print_exc()
-        print(f"dspark.precompute: error: {error}", file=sys.stderr)
-        return 1
+        return _fail(str(error), error, 1)
+
+
+def _fail(message: str, error: BaseException, code: int) -> int:
+    notes = getattr(error, "__notes__", [])
+    print(" ".join([f"dspark.precompute: error: {message}", *notes]), file=sys.stderr)
+    return code
 
 
 def _run(args: argparse.Namespace) -> int:
     """Load the target, scan the dataset once, and write the sharded cache."""
     _validate_args(args)
-    existing = existing_shard_indices(args.output_dir)
-    if existing and not args.resume:
+    cache_dir = args.output_dir
+    existing = existing_shard_indices(cache_dir)
+    if existing and not args.resume and not args.dry_run:
         raise CacheError(
-            f"{args.output_dir} already holds {len(existing)} shards. Give --resume to go on with "
-            "them, or another --output-dir."
+            f"{cache_dir} already holds {len(existing)} shards. Give --resume to go on with them, "
+            "or another --output-dir."
         )
     _refuse_unsupported_target(args)
     # Only now: these import torch and transformers, and what is above answers at once.
-    from dspark.run import prepare_run
+    from dspark.run import open_workplace, read_input
+    from dspark.settings import decide_settings
 
-    job = prepare_run(args)
-    _ensure_resume_compatible(args.output_dir, job.manifest, existing)
-    job.write(resume=args.resume)
+    settings = decide_settings(args)
+    with open_workplace(cache_dir) as workplace:
+        recorded = _recorded_manifest(args)
+        if recorded:  # first what needs no reading of the input: a mistyped flag answers at once
+            cheap = settings.manifest(num_samples=recorded["num_samples"])
+            _ensure_resume_compatible(cache_dir, recorded | cheap, existing)
+        run = read_input(settings, workplace, recorded)
+        if args.resume:
+            _ensure_resume_compatible(cache_dir, run.manifest, existing)
+        workplace.accept(run.tokens.directory)
+        return _forecast_and_write(args, run)
+
+
+def _forecast_and_write(args: argparse.Namespace, run: "Run") -> int:
+    if args.resume and run.is_finished:
+        logger.info("%s is finished: all %d shards pass", args.output_dir, run.num_shards)
+        return 0
+    forecast = run.forecast()
+    if args.dry_run:
+        print(forecast.table())
+        print(json.dumps(asdict(forecast)))
+        return 0
+    logger.info("%s", forecast.line())
+    if not args.ignore_free_space:
+        forecast.refuse_if_too_large(args.output_dir)
+    try:
+        run.write()
+    except BaseException as error:
+        error.add_note(f"Finished shards are kept; go on with: {args.command_to_continue}")
+        raise
+    logger.info("%s is finished: %d shards", args.output_dir, run.num_shards)
     return 0
+
+
+def _recorded_manifest(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The manifest of the cache that is resumed, if there is one."""
+    from dspark.cache import read_manifest
+
+    if not args.resume or not os.path.exists(manifest_path(args.output_dir)):
+        return None
+    return read_manifest(args.output_dir, allow_incomplete=True)
 
 
 def _refuse_unsupported_target(args: argparse.Namespace) -> None:

@@ -42,10 +42,10 @@ class Progress:
                 self._line()
 
     def add_shard(self, shard_index: int) -> None:
-        """Count a shard that was published."""
+        """Count a shard whose rows are all written."""
         with self._lock:
             self._done_shards += 1
-            logger.debug("shard %d is published", shard_index)
+            logger.debug("shard %d is written", shard_index)
 
     def close(self) -> None:
         """Finish the bar, or write a last line."""

@@ -48,6 +48,20 @@ class StagedFile:
         assert self._fd is not None, f"{self.path} is closed"
         return self._fd
 
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of `data` (bytes, one dimension) at byte `offset`.
+
+        Raises:
+            OSError: If the disk refuses; it names the file.
+        """
+        while data:
+            try:
+                written = os.pwrite(self.fd, data, offset)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            data = data[written:]
+            offset += written
+
     def publish(self) -> None:
         """Flush the file to disk and move it onto its final name."""
         os.fsync(self.fd)
@@ -88,15 +102,7 @@ def publish_bytes(path: Path, data: bytes, *, owner: str = "run") -> None:
         OSError: If it cannot be written; `path` is then what it was before.
     """
     with StagedFile(path, owner=owner) as file:
-        write_at(file.fd, memoryview(data), 0)
-
-
-def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` (bytes, one dimension) at byte `offset`, however many calls it takes."""
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data = data[written:]
-        offset += written
+        file.write(memoryview(data), 0)
 
 
 def fsync_directory(directory: Path) -> None:

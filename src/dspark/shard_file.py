@@ -19,6 +19,7 @@ Format of the container: https://github.com/huggingface/safetensors#format
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ from dspark.errors import CacheError
 
 METADATA_KEY = "dspark"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+
+_MAX_DIMENSIONS = 64  # torch's own limit; it also keeps the product of a shape small
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -174,7 +177,7 @@ def read_header_fd(fd: int, path: Path) -> Header:
     text = os.pread(fd, size, 8)
     if len(text) < size:
         raise damaged(path, f"its header ends after {len(text)} of {size} bytes")
-    content = _decode_json(text, path)
+    content = decode_json(text, path)
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise damaged(path, "__metadata__ is not a map of strings")
@@ -191,7 +194,7 @@ def shard_metadata(header: Header, path: Path) -> ShardMetadata | None:
     """
     if METADATA_KEY not in header.metadata:
         return None
-    value = _decode_json(header.metadata[METADATA_KEY].encode(), path)
+    value = decode_json(header.metadata[METADATA_KEY].encode(), path)
     try:
         rows = value.get("rows")
         return ShardMetadata(
@@ -213,7 +216,12 @@ def damaged(path: Path, what: str) -> CacheError:
     )
 
 
-def _decode_json(text: bytes, path: Path) -> dict[str, Any]:
+def decode_json(text: bytes, path: Path) -> dict[str, Any]:
+    """Return the JSON object in `text`, which was read from the header of `path`.
+
+    Raises:
+        CacheError: If it is none.
+    """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -226,7 +234,7 @@ def _decode_json(text: bytes, path: Path) -> dict[str, Any]:
 def _decode_place(name: str, entry: Any, path: Path) -> TensorPlace:
     try:
         dtype = _DTYPES[entry["dtype"]]
-        spec = TensorSpec(dtype, tuple(map(_natural, entry["shape"])))
+        spec = TensorSpec(dtype, _shape(entry["shape"]))
         begin, end = map(_natural, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(path, f"the header entry of {name!r} cannot be read ({error!r})") from error
@@ -245,7 +253,13 @@ def _check_cover(tensors: Mapping[str, TensorPlace], data_bytes: int, path: Path
         raise damaged(path, f"its data has {data_bytes} bytes, its header describes {position}")
 
 
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        raise ValueError(f"expected at most {_MAX_DIMENSIONS} dimensions in a list")
+    return tuple(map(_natural, value))
+
+
 def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected a whole number, got {value!r}")
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"expected a whole number below 2**63, got {reprlib.repr(value)}")
     return value

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from dspark.publish import StagedFile, write_at
+from dspark.publish import StagedFile
 from dspark.shard_file import (
     METADATA_KEY,
     ShardMetadata,
@@ -153,7 +153,7 @@ class ShardWriter:
             )
         data = raw_bytes(values)
         self._digests[name][row] = xxhash.xxh3_64_hexdigest(data[: layout.real_bytes(name, row)])
-        write_at(self._file.fd, data, layout.row_offset(name, row))
+        self._file.write(data, layout.row_offset(name, row))
         self._missing.discard((name, row))
 
     def publish(self) -> str:
@@ -165,7 +165,7 @@ class ShardWriter:
         assert not self._missing, f"{self.path.name}: rows never written: {sorted(self._missing)}"
         header = self._layout.header(self._digests)
         assert len(header) == self._layout.data_start
-        write_at(self._file.fd, memoryview(header), 0)
+        self._file.write(memoryview(header), 0)
         self._file.publish()
         return xxhash.xxh3_64_hexdigest(header)
 

@@ -85,7 +85,7 @@ class _CudaStager:
 
     def __init__(self, dtype: torch.dtype, *, in_flight: int) -> None:
         self._dtype = dtype
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._free: SimpleQueue[dict[str, Tensor]] = SimpleQueue()
         for _ in range(in_flight):
             self._free.put({})
@@ -105,7 +105,7 @@ class _CudaStager:
                 host_states[name] = _pinned(buffers, name, states)
                 host_states[name].copy_(states, non_blocking=True)
                 states.record_stream(self._stream)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         return _CudaStates(host_states, copied, lambda: self._free.put(buffers))
 

@@ -17,11 +17,13 @@ import xxhash
 
 from dspark.cache_manifest import _CACHE_NAME
 from dspark.manifest import identity_on_disk
-from dspark.publish import StagedFile, write_at
+from dspark.publish import StagedFile
 from dspark.shard_file import (
     METADATA_KEY,
+    Header,
     TensorSpec,
     damaged,
+    decode_json,
     encode_header,
     place_tensors,
     raw_bytes,
@@ -29,6 +31,7 @@ from dspark.shard_file import (
 )
 
 _TARGET_WEIGHTS_NAME = "target_weights.safetensors"
+_READ_BYTES = 16 * 2**20
 _WEIGHT_KEYS = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -68,9 +71,9 @@ def write_target_weights(
         for name, weight in weights.items():
             data = raw_bytes(weight.detach().to("cpu", dtype).contiguous())
             digests[name] = xxhash.xxh3_64_hexdigest(data)
-            write_at(file.fd, data, data_start + places[name].begin)
+            file.write(data, data_start + places[name].begin)
         header = encode_header(places, {METADATA_KEY: json.dumps(record, sort_keys=True)})
-        write_at(file.fd, memoryview(header), 0)
+        file.write(memoryview(header), 0)
     return path
 
 
@@ -97,3 +100,40 @@ def read_target_weight_modules(cache_dir: str) -> tuple[SimpleNamespace, SimpleN
     tensors = load_file(path)
     embed_tokens, lm_head = (SimpleNamespace(weight=tensors[key]) for key in _WEIGHT_KEYS)
     return embed_tokens, lm_head
+
+
+def check_target_weights(cache_dir: str, *, identity: str | None) -> None:
+    """Compare the weights file with its own digests and with the cache it should belong to.
+
+    Args:
+        cache_dir: The cache.
+        identity: Digest of the manifest's identity.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        CacheError: If it is damaged or of another cache.
+    """
+    path = Path(_target_weights_path(cache_dir))
+    header = read_header(path)
+    record = decode_json(header.metadata.get(METADATA_KEY, "{}").encode(), path)
+    if record.get("identity") != identity:
+        raise damaged(path, "it belongs to another cache")
+    digests = record.get("xxh3_64")
+    for name in _WEIGHT_KEYS:
+        if name not in header.tensors or not isinstance(digests, dict) or name not in digests:
+            raise damaged(path, f"it has no {name}, or no checksum of it")
+        if digest_of(path, header, name) != digests[name]:
+            raise damaged(path, f"the data of {name} do not match their checksum")
+
+
+def digest_of(path: Path, header: Header, name: str) -> str:
+    """Return the xxh3_64 of a tensor's bytes in a file, as 16 hex digits."""
+    place = header.tensors[name]
+    digest = xxhash.xxh3_64()
+    left = place.end - place.begin
+    with path.open("rb") as file:
+        file.seek(header.data_start + place.begin)
+        while left and (block := file.read(min(left, _READ_BYTES))):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()

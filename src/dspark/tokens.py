@@ -17,8 +17,9 @@ import itertools
 import json
 import multiprocessing
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ import numpy.typing as npt
 
 from dspark.chat import ChatEncoder, Conversation
 from dspark.errors import DataError, RowError
-from dspark.publish import StagedFile, publish_bytes, write_at
+from dspark.publish import StagedFile, publish_bytes
 from dspark.rows import SourceRow
 
 TOKENS_NAME = "tokens.json"
@@ -73,11 +74,13 @@ class Tokens:
     """The tokenized input, mapped from disk.
 
     Attributes:
+        directory: Where it lies.
         counts: What the checking pass found.
         lengths: int64 [rows].
         source_rows: int64 [rows].
     """
 
+    directory: Path
     counts: TokenCounts
     lengths: npt.NDArray[np.int64]
     source_rows: npt.NDArray[np.int64]
@@ -131,7 +134,7 @@ def load_tokens(directory: Path, key: Mapping[str, Any]) -> Tokens | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, or not whole: they are made again
-    return Tokens(counts, lengths, source_rows, ids, mask, np.cumsum(lengths))
+    return Tokens(directory, counts, lengths, source_rows, ids, mask, np.cumsum(lengths))
 
 
 def write_tokens(
@@ -219,7 +222,7 @@ class _Writer:
 
     def _append(self, name: str, values: npt.NDArray[Any]) -> None:
         data = np.ascontiguousarray(values, _ARRAYS[name]).view(np.uint8).data
-        write_at(self._files[name].fd, data, self._ends[name])
+        self._files[name].write(data, self._ends[name])
         self._ends[name] += len(data)
 
 
@@ -248,7 +251,7 @@ def _explain_none(counts: TokenCounts) -> str:
 
 def _encode_rows(
     rows: Iterable[SourceRow], encoder: ChatEncoder, num_workers: int
-) -> Iterator[_Encoded]:
+) -> Generator[_Encoded, None, None]:
     """Yield the rows encoded, in order; in worker processes once there are enough of them."""
     source = iter(rows)
     head = source if num_workers == 1 else itertools.islice(source, _ROWS_BEFORE_WORKERS)
@@ -267,6 +270,11 @@ def _encode_rows(
                     yield from pending.popleft().result()
             while pending:
                 yield from pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"one of the {num_workers} processes that tokenize was killed, perhaps for want of "
+                "memory. Run again with fewer --num-workers."
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
