@@ -221,6 +221,25 @@ def row_specs(manifest: Mapping[str, Any]) -> dict[str, TensorSpec]:
     }
 
 
+def pad_token_id(manifest: Mapping[str, Any]) -> int | None:
+    """Return the id that pads rows, or None where the manifest does not tell."""
+    provenance = manifest.get("provenance")
+    identity = provenance.get("identity") if isinstance(provenance, dict) else None
+    value = identity.get("pad_token_id") if isinstance(identity, dict) else None
+    return value if type(value) is int and 0 <= value < 2**63 else None
+
+
+def padding_values(manifest: Mapping[str, Any]) -> dict[str, int]:
+    """Return what follows the real tokens of a row, for each of `CACHE_KEYS` where it is known."""
+    values = dict.fromkeys(row_specs(manifest), 0) | {"input_ids": pad_token_id(manifest)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def value_limits(manifest: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the smallest and the largest value of the tensors of whole numbers."""
+    return {"input_ids": (0, manifest["target_vocab_size"] - 1), "loss_mask": (0, 1)}
+
+
 def tokenizer_chat_template_sha256(tokenizer: Any) -> str:
     """Return the SHA-256, in hex, of the chat template that `tokenizer` would use.
 

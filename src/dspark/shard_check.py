@@ -9,7 +9,7 @@ A resumed run and `dspark.verify` share this check. Memory is one piece, whateve
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -122,7 +122,7 @@ class ShardCheck:
         self.sums = dict.fromkeys(rules.limits, 0)
         self._buffer = np.empty(_PIECE_BYTES, np.uint8)
 
-    def problems(self, expected: ExpectedShard) -> Iterator[str]:
+    def problems(self, expected: ExpectedShard) -> Generator[str, None, None]:
         """Yield what is wrong, as it is found. What a damaged header describes is not read.
 
         Raises:

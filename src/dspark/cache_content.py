@@ -1,0 +1,87 @@
+"""Whether the rows of a cache are, in order, those that its identity speaks of.
+
+Checksums prove that a shard is as it was written. The hash of the tokenized input, which is part of
+the cache's identity, proves that what was written are the rows of that input.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dspark.cache_manifest import row_specs
+from dspark.shard_reader import ShardReader
+
+_IDS, _MASK, _LAST = "input_ids", "loss_mask", "target_last_hidden_states"
+
+
+def content_problems(cache_dir: str, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Compare ids and masks with the hash of the input and the number of supervised tokens.
+
+    Rows whose states were not finite may have been kept without states and without supervision;
+    a cache that has such rows is not compared.
+
+    Args:
+        cache_dir: A cache whose shards are whole.
+        manifest: Its manifest, with ``provenance``.
+
+    Raises:
+        CacheError: If a shard cannot be read.
+    """
+    provenance = manifest["provenance"]
+    digest = hashlib.sha256()
+    supervised = 0
+    unsupervised_rows = []
+    for row, ids, mask in _rows(cache_dir, manifest):
+        for part in (np.int64(len(ids)), ids.astype(np.int32), mask.astype(np.uint8)):
+            digest.update(part.tobytes())
+        supervised += int(mask.sum())
+        if not mask.any():
+            unsupervised_rows.append(row)
+    wanted = provenance["identity"]["rows_sha256"], provenance["counts"].get("supervised_tokens")
+    if wanted == (digest.hexdigest(), supervised):
+        return
+    if not _any_without_states(cache_dir, manifest, unsupervised_rows):
+        yield (
+            f"provenance speaks of rows with hash {wanted[0]} and {wanted[1]} supervised tokens, "
+            f"the shards have {digest.hexdigest()} and {supervised}"
+        )
+
+
+def _rows(
+    cache_dir: str, manifest: Mapping[str, Any]
+) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Yield number, ids and mask of each row, of its real length."""
+    reader = _reader(cache_dir, manifest, _IDS, _MASK)
+    for row in range(reader.num_rows):
+        length = reader.lengths([row])[0]
+        into = {name: np.empty((1, length * 8), np.uint8) for name in (_IDS, _MASK)}
+        reader.read([row], into, tokens=length)
+        yield row, into[_IDS][0].view(np.int64), into[_MASK][0].view(np.int64)
+
+
+def _any_without_states(cache_dir: str, manifest: Mapping[str, Any], rows: list[int]) -> bool:
+    reader = _reader(cache_dir, manifest, _LAST)
+    for row in rows:
+        length = reader.lengths([row])[0]
+        states = np.empty((1, length * reader.token_bytes(_LAST)), np.uint8)
+        reader.read([row], {_LAST: states}, tokens=length)
+        if length and not states.any():
+            return True
+    return False
+
+
+def _reader(cache_dir: str, manifest: Mapping[str, Any], *names: str) -> ShardReader:
+    specs = row_specs(manifest)
+    return ShardReader(
+        cache_dir,
+        {name: specs[name] for name in names},
+        num_rows=manifest["num_samples"],
+        shard_size=manifest["shard_size"],
+        check="names",  # the files hold more tensors than are read here, and were checked before
+        mmap=False,
+        identity=None,
+        padded=(),
+    )
