@@ -6,9 +6,8 @@ of parts. Given the wrong one they fail, print it quoted twice, or print nothing
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dspark.errors import RowError
@@ -18,6 +17,20 @@ from dspark.template import ChatTemplate
 _ARGUMENTS = {"probe_key": "probe value"}
 _DUMPED = json.dumps(_ARGUMENTS)
 _TEXT = "probe text"
+_CHAT: list[Message] = [
+    {"role": "user", "content": _TEXT},
+    {"role": "assistant", "content": "probe answer"},
+]
+_CALL: Message = {
+    "role": "assistant",
+    "tool_calls": [
+        {
+            "id": "probe1234",
+            "type": "function",
+            "function": {"name": "probe_name", "arguments": _ARGUMENTS},
+        }
+    ],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +40,15 @@ class Habits:
     Attributes:
         content_parts: Content as ``[{"type": "text", "text": ...}]`` instead of a string.
         object_arguments: Tool-call arguments as objects instead of JSON strings.
-        null_content: None instead of an empty string beside tool calls.
+        null_content: Null content beside tool calls stays None instead of an empty string.
+        no_empty_content: Beside tool calls an empty string is None too.
         reasoning_names: The keys under which the template reads reasoning.
     """
 
     content_parts: bool = False
     object_arguments: bool = False
     null_content: bool = False
+    no_empty_content: bool = False
     reasoning_names: tuple[str, ...] = ()
 
     def adapt(self, message: Message) -> Message:
@@ -44,10 +59,13 @@ class Habits:
         """
         adapted = dict(message)
         calls = message.get("tool_calls")
-        content = message["content"] or ""
-        adapted["content"] = None if calls and not content and self.null_content else content
-        if self.content_parts and adapted["content"] is not None:
-            adapted["content"] = [{"type": "text", "text": content}]
+        content = message["content"]
+        if not content:
+            is_null = self.no_empty_content or (self.null_content and content is None)
+            content = None if calls and is_null else ""
+        if self.content_parts and content is not None:
+            content = [{"type": "text", "text": content}]
+        adapted["content"] = content
         if calls:
             adapted["tool_calls"] = [self._adapt_call(call) for call in calls]
         reasoning = adapted.pop("reasoning_content", None)
@@ -77,40 +95,34 @@ class Habits:
 
 def find_habits(template: ChatTemplate) -> Habits:
     """Find out what `template` expects."""
-    reads = tuple(name for name in REASONING_NAMES if name in template.keys)
-    content_parts = not _prints_text(template, Habits()) and _prints_text(
-        template, Habits(content_parts=True)
-    )
-    for null_content, object_arguments in product((False, True), repeat=2):
-        habits = Habits(content_parts, object_arguments, null_content, reads)
-        if _prints_call(template, habits):
-            return habits
-    # It prints no tool calls, or refuses them.
-    return Habits(content_parts, reasoning_names=reads)
+    names = tuple(name for name in REASONING_NAMES if name in template.keys)
+    found = Habits(reasoning_names=names)
+    if _TEXT not in _print(template, found, _CHAT):
+        parts = replace(found, content_parts=True)
+        found = parts if _TEXT in _print(template, parts, _CHAT) else found
+    for object_arguments in (False, True):
+        habits = replace(found, object_arguments=object_arguments, null_content=True)
+        with_null, with_empty = (_prints_call(template, habits, text) for text in (None, ""))
+        if with_null or with_empty:
+            return replace(
+                habits, null_content=with_null, no_empty_content=with_null and not with_empty
+            )
+    return found  # it prints no tool calls, or refuses them
 
 
-def _try(template: ChatTemplate, habits: Habits, messages: list[Message]) -> str:
+def _print(template: ChatTemplate, habits: Habits, messages: Sequence[Message]) -> str:
     try:
         return template.render([habits.adapt(message) for message in messages], None).text
     except RowError:
         return ""
 
 
-def _prints_text(template: ChatTemplate, habits: Habits) -> bool:
-    messages = [{"role": "user", "content": _TEXT}, {"role": "assistant", "content": "ok"}]
-    return _TEXT in _try(template, habits, messages)
-
-
-def _prints_call(template: ChatTemplate, habits: Habits) -> bool:
+def _prints_call(template: ChatTemplate, habits: Habits, content: str | None) -> bool:
     """Whether a tool call's arguments come out, as an object or its pasted JSON, and only once."""
-    function = {"name": "probe_name", "arguments": _ARGUMENTS}
-    call = {"id": "probe12345"[:9], "type": "function", "function": function}
-    messages: list[Message] = [
-        {"role": "user", "content": _TEXT},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    text = _try(template, habits, messages)
-    if "probe_name" not in text or "None" in text:
+    text = _print(template, habits, [_CHAT[0], {**_CALL, "content": content}])
+    if "probe_name" not in text or text.count("None") > _print(template, habits, _CHAT).count(
+        "None"
+    ):
         return False
     if not habits.object_arguments:
         return _DUMPED in text

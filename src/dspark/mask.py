@@ -18,7 +18,7 @@ from dspark.alignment import common_prefix, common_suffix
 from dspark.errors import RowError
 from dspark.messages import Message
 from dspark.rendered import RenderedChat
-from dspark.template import Region
+from dspark.watch import Region
 
 
 def supervised(chat: RenderedChat) -> np.ndarray:

@@ -1,13 +1,14 @@
 """One conversation as text and tokens, with the place of every message in both."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dspark.alignment import TokenizedText
 from dspark.errors import RowError
 from dspark.messages import Message
-from dspark.template import ChatTemplate, Region, Render
+from dspark.template import ChatTemplate
+from dspark.watch import Region, Render
 
 Tokenize = Callable[[str], TokenizedText]
 
@@ -81,9 +82,35 @@ def _find_regions(
     template: ChatTemplate, render: Render, messages: Sequence[Message], tools: list[Any] | None
 ) -> list[Region]:
     seen = {region.message for region in render.regions}
-    if all(i in seen or not _answers(message) for i, message in enumerate(messages)):
+    if any(i not in seen and _answers(message) for i, message in enumerate(messages)):
+        return _regions_from_beginnings(template, render, messages, tools)
+    if not template.looks_ahead:
         return render.regions
-    return _regions_from_beginnings(template, render, messages, tools)
+    return _moved(template, render, messages, tools)
+
+
+def _moved(
+    template: ChatTemplate, render: Render, messages: Sequence[Message], tools: list[Any] | None
+) -> list[Region]:
+    """Move the edges of turns behind text that closes the message before.
+
+    A template may print a closing token when it takes up the next message, or at the very end of
+    a conversation. The text before a message, rendered by itself, then has the token already.
+    """
+    regions = list(render.regions)
+    for i in range(1, len(regions)):
+        before, region = regions[i - 1], regions[i]
+        numbers = (before.message, region.message)
+        if not any(messages[number]["role"] == "assistant" for number in numbers):
+            continue
+        try:
+            text = template.render(messages[: region.message], tools).text
+        except RowError:
+            continue  # no conversation of its own
+        if region.start < len(text) <= region.stop and render.text.startswith(text):
+            regions[i - 1] = replace(before, stop=len(text))
+            regions[i] = replace(region, start=len(text))
+    return regions
 
 
 def _answers(message: Message) -> bool:
