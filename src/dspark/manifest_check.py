@@ -6,21 +6,46 @@ everything else in it, so that a changed digit in a field that only describes is
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from dspark.manifest import manifest_text
+from dspark.manifest import manifest_text, shard_path
+from dspark.plan import count_shards
+from dspark.shard_file import read_header
+from dspark.target_weights import _target_weights_path
 
-SEAL = "manifest_xxh3_64"
+_SEAL = "manifest_xxh3_64"
 
 
-def seal_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest with the checksum of its content under ``provenance``."""
-    provenance = {k: v for k, v in manifest["provenance"].items() if k != SEAL}
+def finished_manifest(cache_dir: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a cache whose files are all written.
+
+    Args:
+        cache_dir: The cache.
+        manifest: Its manifest so far, with ``provenance``.
+
+    Returns:
+        The same, complete, with the digest of every file's header and its own checksum.
+
+    Raises:
+        CacheError: If a file is damaged.
+        OSError: If a file is missing.
+    """
+    num_shards = count_shards(num_rows=manifest["num_samples"], shard_size=manifest["shard_size"])
+    paths = [Path(_target_weights_path(cache_dir))]
+    paths += [Path(shard_path(cache_dir, index)) for index in range(num_shards)]
+    files = {path.name: read_header(path).digest for path in paths}
+    provenance = manifest["provenance"] | {"files": files}
+    return _sealed({**manifest, "complete": True, "provenance": provenance})
+
+
+def _sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    provenance = {key: value for key, value in manifest["provenance"].items() if key != _SEAL}
     unsealed = {**manifest, "provenance": provenance}
     digest = xxhash.xxh3_64_hexdigest(manifest_text(unsealed).encode())
-    return {**unsealed, "provenance": {**provenance, SEAL: digest}}
+    return {**unsealed, "provenance": {**provenance, _SEAL: digest}}
 
 
 def manifest_problems(text: bytes, manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -59,7 +84,7 @@ def _completion_problems(
 ) -> Iterator[str]:
     if not isinstance(provenance.get("files"), dict):
         yield "provenance.files, the checksums of the files' headers, is missing"
-    if SEAL not in provenance:
-        yield f"provenance.{SEAL}, its own checksum, is missing"
-    elif provenance[SEAL] != seal_manifest(manifest)["provenance"][SEAL]:
-        yield f"its content does not match provenance.{SEAL}"
+    if _SEAL not in provenance:
+        yield f"provenance.{_SEAL}, its own checksum, is missing"
+    elif provenance[_SEAL] != _sealed(manifest)["provenance"][_SEAL]:
+        yield f"its content does not match provenance.{_SEAL}"

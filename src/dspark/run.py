@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dspark.cache import DTYPE_MAP, read_manifest, write_manifest, write_target_weights
-from dspark.cache_manifest import row_specs
+from dspark.cache_manifest import padding_values, row_specs
 from dspark.capture import Target
 from dspark.chat import ChatEncoder
 from dspark.errors import CacheError, TargetError
@@ -33,6 +33,7 @@ from dspark.identity import FileHashes, target_identity, tokenizer_identity
 from dspark.interrupts import StopRequest
 from dspark.lock import WriterLock
 from dspark.manifest import existing_shard_indices, identity_digest, manifest_path, shard_path
+from dspark.manifest_check import finished_manifest
 from dspark.pipeline import ShardSettings, shard_record, write_shards
 from dspark.plan import count_shards, shard_rows
 from dspark.progress import Progress
@@ -40,9 +41,8 @@ from dspark.publish import remove_leftovers
 from dspark.rows import open_rows
 from dspark.settings import RunSettings
 from dspark.shard_check import check_shard
-from dspark.shard_file import read_header
 from dspark.target import check_target, load_target
-from dspark.target_weights import _target_weights_path, check_target_weights
+from dspark.target_weights import check_target_weights
 from dspark.tokens import Tokens, load_tokens, write_tokens
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,10 @@ class Run:
             path = Path(shard_path(self.cache_dir, index))
             try:
                 check_shard(
-                    path, self.shards.row_specs, shard_record(index, self.tokens, self.shards)
+                    path,
+                    self.shards.row_specs,
+                    shard_record(index, self.tokens, self.shards),
+                    padding=padding_values(self.manifest),
                 )
             except CacheError as error:
                 logger.warning("shard %d is written again: %s", index, error)
@@ -257,11 +260,7 @@ class Run:
 
     def _finish(self) -> None:
         """Mark the cache complete, with the digest of every file's header."""
-        paths = [Path(_target_weights_path(self.cache_dir))]
-        paths += [Path(shard_path(self.cache_dir, index)) for index in range(self.num_shards)]
-        files = {path.name: read_header(path).digest for path in paths}
-        provenance = self.manifest["provenance"] | {"files": files}
-        write_manifest(self.cache_dir, self.manifest | {"complete": True, "provenance": provenance})
+        write_manifest(self.cache_dir, finished_manifest(self.cache_dir, self.manifest))
 
 
 def read_input(
