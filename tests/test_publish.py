@@ -15,7 +15,6 @@ from dspark.publish import (
     fsync_directory,
     publish_bytes,
     remove_leftovers,
-    write_at,
 )
 
 
@@ -156,8 +155,18 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
     pwrite = os.pwrite
     monkeypatch.setattr(publish.os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:3], offset))
     with StagedFile(tmp_path / "a") as file:
-        write_at(file.fd, memoryview(b"0123456789"), 2)
+        file.write(memoryview(b"0123456789"), 2)
     assert (tmp_path / "a").read_bytes() == b"\0\x000123456789"
+
+
+def test_a_write_that_the_disk_refuses_names_the_final_file(tmp_path, monkeypatch):
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(publish.os, "pwrite", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a.json'"):
+        publish_bytes(tmp_path / "a.json", b"x")
+    assert names(tmp_path) == []
 
 
 def test_leftovers_are_removed_and_named(tmp_path):

@@ -194,15 +194,15 @@ def shard_metadata(header: Header, path: Path) -> ShardMetadata | None:
     """
     if METADATA_KEY not in header.metadata:
         return None
-    value = decode_json(header.metadata[METADATA_KEY].encode(), path)
+    value = decode_json(header.metadata[METADATA_KEY], path)
     try:
         rows = value.get("rows")
         return ShardMetadata(
             index=_natural(value["index"]),
-            identity=None if value["identity"] is None else str(value["identity"]),
+            identity=None if value["identity"] is None else _text(value["identity"]),
             lengths=tuple(map(_natural, value["lengths"])),
             rows=None if rows is None else tuple(map(_natural, rows)),
-            digests={str(k): tuple(map(str, v)) for k, v in value["xxh3_64"].items()},
+            digests={name: tuple(map(_text, v)) for name, v in value["xxh3_64"].items()},
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise damaged(path, f"its dspark metadata cannot be read ({error!r})") from error
@@ -216,7 +216,7 @@ def damaged(path: Path, what: str) -> CacheError:
     )
 
 
-def decode_json(text: bytes, path: Path) -> dict[str, Any]:
+def decode_json(text: bytes | str, path: Path) -> dict[str, Any]:
     """Return the JSON object in `text`, which was read from the header of `path`.
 
     Raises:
@@ -262,4 +262,10 @@ def _shape(value: Any) -> tuple[int, ...]:
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"expected a whole number below 2**63, got {reprlib.repr(value)}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected text, got {reprlib.repr(value)}")
     return value

@@ -115,7 +115,7 @@ def check_target_weights(cache_dir: str, *, identity: str | None) -> None:
     """
     path = Path(_target_weights_path(cache_dir))
     header = read_header(path)
-    record = decode_json(header.metadata.get(METADATA_KEY, "{}").encode(), path)
+    record = decode_json(header.metadata.get(METADATA_KEY, "{}"), path)
     if record.get("identity") != identity:
         raise damaged(path, "it belongs to another cache")
     digests = record.get("xxh3_64")
