@@ -12,9 +12,10 @@ Shape letters: B batch, S sequence, L captured layers, H hidden size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,16 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark.errors import TargetError
+from dspark.head import (
+    declared_transform,
+    execution_device,
+    output_head,
+    plain_embedding,
+    plain_head,
+)
 from dspark.layers import find_text_stack, text_config_of
+from dspark.logits import HeadTransform
+from dspark.recorder import Recorder, first_tensor, layer_input
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,8 @@ class Captured:
 
     @property
     def hidden_states(self) -> Tensor:
-        """[B, S, L * H]: the captured layers side by side."""
-        return torch.cat(self.layers, dim=-1)
+        """[B, S, L * H]: the captured layers side by side, where the last state is."""
+        return torch.cat([layer.to(self.last.device) for layer in self.layers], dim=-1)
 
 
 class Target:
@@ -50,6 +60,8 @@ class Target:
         model: The whole model. Only its decoder is run by `capture`.
         config: Its configuration; `text_config` is that of the text decoder.
         layer_ids: The layers to capture.
+        head: What the model does to its head's product. Until `check_target` has proved it, what
+            the configuration says.
     """
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
@@ -57,10 +69,16 @@ class Target:
         self.config: PretrainedConfig = model.config
         self.text_config = text_config_of(model.config)
         self.layer_ids = list(layer_ids)
+        self.head: HeadTransform = declared_transform(self.text_config)
         self._stack = find_text_stack(model)
-        self._options = _forward_options(self._stack.decoder)
+        self._options = forward_options(self._stack.decoder)
         # Layers whose output the model overwrites later in the same forward.
         self._overwritten: set[int] = set()
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The innermost part of the model that goes from token ids to logits."""
+        return self._stack.causal_lm
 
     @property
     def num_layers(self) -> int:
@@ -79,131 +97,113 @@ class Target:
 
     @property
     def embed_tokens(self) -> nn.Module:
-        """The input embedding; has a ``weight`` of [V, H]."""
-        embedding: nn.Module = self.model.get_input_embeddings()
-        return embedding
+        """The input embedding; has a ``weight`` [V, H]."""
+        return plain_embedding(self._stack.embedding, num_ids=self.vocab_size)
 
     @property
     def lm_head(self) -> nn.Module:
-        """The output head; has a ``weight`` of [V, H]."""
-        head: nn.Module | None = self.model.get_output_embeddings()
+        """The output head; has a ``weight`` [V, H] and perhaps a ``bias`` [V]."""
+        head = output_head(self.causal_lm)
         if head is None:
             raise TargetError(
                 f"{type(self.model).__name__} has no output head, so its states do not lead to a "
                 "distribution over tokens. Name a causal language model."
             )
-        return head
+        return plain_head(head, hidden_size=self.hidden_size, dtype=self.model.dtype)
 
     @property
     def device(self) -> torch.device:
         """Where `capture` wants its inputs."""
-        return next(self.embed_tokens.parameters()).device
+        return execution_device(self._stack.embedding)
 
-    def capture(self, input_ids: Tensor, attention_mask: Tensor) -> Captured:
+    def capture(
+        self, input_ids: Tensor, attention_mask: Tensor, *, layer_ids: Sequence[int] | None = None
+    ) -> Captured:
         """Run the decoder once and return its hidden states.
 
         Args:
             input_ids: [B, S] int64, padded on the right.
             attention_mask: [B, S], 1 for real tokens, 0 for padding.
+            layer_ids: Other layers than the target's own.
 
         Returns:
             States in the compute dtype, on the devices that made them.
+
+        Raises:
+            TargetError: If the layers do not run once each, in order, from [B, S, H] to [B, S, H].
         """
-        inputs = {
-            "input_ids": input_ids.to(self.device),
-            "attention_mask": attention_mask.to(self.device),
-        }
-        states = self._forward(inputs)
-        if states is None:  # a layer's output was overwritten: keep a copy of it from now on
-            states = self._forward(inputs)
-        if states is None:
-            raise TargetError(
-                f"{type(self.model).__name__} overwrites states that were copied when layers "
-                f"{sorted(self._overwritten)} returned them. Report this model type."
+        batch, seq = input_ids.shape
+        if batch == seq:  # one more column of padding tells the two axes apart in a 4-D state
+            input_ids, attention_mask = (
+                nn.functional.pad(part, (0, 1)) for part in (input_ids, attention_mask)
             )
-        return states
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs = {name: part.to(self.device) for name, part in inputs.items()}
+        states = self._forward(inputs, self.layer_ids if layer_ids is None else list(layer_ids))
+        return Captured(layers=tuple(s[:, :seq] for s in states[:-1]), last=states[-1][:, :seq])
 
     @torch.no_grad()
-    def _forward(self, inputs: dict[str, Tensor]) -> Captured | None:
-        """Run the decoder; None if it overwrote a captured tensor after the layer returned it."""
-        seen: dict[int, tuple[Tensor, int]] = {}
-        with self._hooks(seen):
-            output = self._stack.decoder(**inputs, **self._options)
-        overwritten = {i for i, (state, version) in seen.items() if state._version != version}
-        if overwritten:
+    def _forward(self, inputs: dict[str, Tensor], layer_ids: list[int]) -> list[Tensor]:
+        """Return the states of `layer_ids` and then the last one."""
+        for _ in range(2):  # twice if a state was overwritten: then a copy of it is kept
+            recorder = Recorder(layer_ids, num_layers=self.num_layers, copied=self._overwritten)
+            with ExitStack() as hooks:
+                self._hook(recorder, hooks)
+                output = self._stack.decoder(**inputs, **self._options)
+            overwritten = recorder.overwritten()
+            if not overwritten:
+                break
             self._overwritten |= overwritten
-            return None
-        last = _first_tensor(output)
-        states = {i: self._as_bsh(state, inputs) for i, (state, _) in seen.items()}
-        states[self.num_layers - 1] = last
-        return Captured(layers=tuple(states[i] for i in self.layer_ids), last=last)
+        last = first_tensor(output)
+        shape = inputs["input_ids"].shape
+        states = [last if i == self.num_layers - 1 else recorder.state(i) for i in layer_ids]
+        return [as_bsh(state, *shape) for state in (*states, last)]
 
-    @contextmanager
-    def _hooks(self, seen: dict[int, tuple[Tensor, int]]) -> Iterator[None]:
-        """Record into `seen` the states of the layers to capture, with their version counters."""
-
-        def keep(layer_id: int, state: Tensor) -> None:
-            if layer_id in self._overwritten:
-                state = state.clone()
-            seen[layer_id] = (state, state._version)
-
-        handles = []
-        try:
-            for layer_id in self.layer_ids:
-                if layer_id == -1:
-                    handles.append(
-                        self._stack.layers[0].register_forward_pre_hook(
-                            lambda _m, args, kwargs: keep(-1, _layer_input(args, kwargs)),
-                            with_kwargs=True,
-                        )
-                    )
-                elif layer_id < self.num_layers - 1:
-                    handles.append(
-                        self._stack.layers[layer_id].register_forward_hook(
-                            lambda _m, _args, out, i=layer_id: keep(i, _first_tensor(out))
-                        )
-                    )
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _as_bsh(self, state: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Average parallel residual streams: four axes to [B, S, H]."""
-        if state.ndim == 3:
-            return state
-        batch, seq = inputs["input_ids"].shape
-        for axis in (2, 0, 1):
-            left = [size for i, size in enumerate(state.shape) if i != axis]
-            if state.ndim == 4 and left[:2] == [batch, seq]:
-                return state.mean(dim=axis)
-        raise TargetError(
-            f"a decoder layer returned a state of shape {tuple(state.shape)} for {batch} rows of "
-            f"{seq} tokens; expected [B, S, H], or four axes of which one counts residual streams."
-        )
+    def _hook(self, recorder: Recorder, hooks: ExitStack) -> None:
+        """Have the layers report to `recorder` until `hooks` closes."""
+        layers = self._stack.layers
+        handles = [
+            layers[0].register_forward_pre_hook(
+                lambda _layer, args, kwargs: recorder.start(layer_input(args, kwargs)),
+                with_kwargs=True,
+            )
+        ]
+        hooks.callback(handles[0].remove)
+        for layer_id in range(recorder.highest + 1):
+            report = partial(recorder.add, layer_id)
+            handle = layers[layer_id].register_forward_hook(
+                lambda _layer, _args, output, report=report: report(first_tensor(output))
+            )
+            hooks.callback(handle.remove)
 
 
-def _layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the hidden state among the arguments of a decoder layer."""
-    if args:
-        return _first_tensor(args)
-    return _first_tensor(kwargs.get("hidden_states", kwargs.get("x")))
+def as_bsh(state: Tensor, batch: int, seq: int) -> Tensor:
+    """Average parallel residual streams: four axes to [B, S, H].
+
+    Args:
+        state: [B, S, H], [B, S, streams, H] or [streams, B, S, H], where `batch` is not `seq`.
+        batch: B.
+        seq: S.
+
+    Raises:
+        TargetError: If `state` has another shape.
+    """
+    if state.ndim == 3 and state.shape[:2] == (batch, seq):
+        return state
+    if state.ndim == 4 and state.shape[:2] == (batch, seq):
+        return state.mean(dim=2)
+    if state.ndim == 4 and state.shape[1:3] == (batch, seq):
+        return state.mean(dim=0)
+    raise TargetError(
+        f"a decoder layer made a state of shape {tuple(state.shape)} for {batch} rows of {seq} "
+        "tokens; expected one state per token, or one per token and residual stream. This model "
+        "type cannot be a target."
+    )
 
 
-def _first_tensor(output: Any) -> Tensor:
-    """Return the hidden state of a module's output: a tensor, a tuple or a model output."""
-    state = output if isinstance(output, Tensor) or output is None else output[0]
-    if not isinstance(state, Tensor):
-        raise TargetError(
-            f"expected a hidden state first in a {type(output).__name__}, got "
-            f"{type(state).__name__}. Report this model type."
-        )
-    return state
-
-
-def _forward_options(decoder: PreTrainedModel) -> dict[str, Any]:
-    """Return the keywords that make `decoder` return a model output and keep no KV cache."""
-    known = inspect.signature(decoder.forward).parameters
+def forward_options(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the keywords that make `model` return a model output and keep no KV cache."""
+    known = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
     wanted = {"use_cache": False, "return_dict": True}
     return {key: value for key, value in wanted.items() if takes_any or key in known}

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark.errors import TargetError
+from dspark.head import output_head
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,16 @@ class TextStack:
     """The parts of a model that a capture needs.
 
     Attributes:
+        causal_lm: The innermost model that has both the decoder and a head; the whole model unless
+            that is a wrapper around a causal language model.
+        embedding: Turns token ids into the decoder's input.
         decoder: What is called with ``input_ids`` and returns the final post-norm state.
         layers: Its decoder layers, in the order in which they run.
         name: Where the layers are, as in ``model.language_model.layers``.
     """
 
+    causal_lm: PreTrainedModel
+    embedding: nn.Module
     decoder: PreTrainedModel
     layers: Sequence[nn.Module]
     name: str
@@ -55,9 +61,9 @@ def find_text_stack(model: PreTrainedModel) -> TextStack:
     num_layers = text_config.num_hidden_layers
     lists = list(_module_lists(model))
     fitting = [
-        TextStack(decoder=owner, layers=list(modules), name=name)
-        for name, modules, owner in lists
-        if len(modules) == num_layers and _is_text(owner, text_config)
+        _stack(owners, list(modules), name)
+        for name, modules, owners in lists
+        if len(modules) == num_layers and _is_text(owners[-1], text_config)
     ]
     if len(fitting) != 1:
         found = ", ".join(
@@ -72,24 +78,42 @@ def find_text_stack(model: PreTrainedModel) -> TextStack:
     return fitting[0]
 
 
-def _module_lists(model: PreTrainedModel) -> Iterator[tuple[str, nn.ModuleList, PreTrainedModel]]:
-    """Yield every outermost non-empty list of modules with the model that owns it."""
+def _module_lists(
+    model: PreTrainedModel,
+) -> Iterator[tuple[str, nn.ModuleList, list[PreTrainedModel]]]:
+    """Yield every outermost non-empty list of modules and the models around it, outermost first."""
 
     def walk(
-        module: nn.Module, prefix: str, owner: PreTrainedModel
-    ) -> Iterator[tuple[str, nn.ModuleList, PreTrainedModel]]:
+        module: nn.Module, prefix: str, owners: list[PreTrainedModel]
+    ) -> Iterator[tuple[str, nn.ModuleList, list[PreTrainedModel]]]:
         for child_name, child in module.named_children():
             name = f"{prefix}{child_name}"
             if isinstance(child, nn.ModuleList):
                 if len(child):
-                    yield name, child, owner
+                    yield name, child, owners
             else:
-                inner = child if isinstance(child, PreTrainedModel) else owner
+                inner = [*owners, child] if isinstance(child, PreTrainedModel) else owners
                 yield from walk(child, f"{name}.", inner)
 
-    return walk(model, "", model)
+    return walk(model, "", [model])
 
 
 def _is_text(owner: PreTrainedModel, text_config: PretrainedConfig) -> bool:
     """Whether `owner` is configured by `text_config` itself or by one of its kind."""
     return owner.config is text_config or type(owner.config) is type(text_config)
+
+
+def _stack(owners: Sequence[PreTrainedModel], layers: Sequence[nn.Module], name: str) -> TextStack:
+    """Put together what belongs to `layers`, the outermost owner first."""
+    return TextStack(
+        causal_lm=_innermost_with_head(owners),
+        embedding=owners[-1].get_input_embeddings(),
+        decoder=owners[-1],
+        layers=layers,
+        name=name,
+    )
+
+
+def _innermost_with_head(owners: Sequence[PreTrainedModel]) -> PreTrainedModel:
+    """Return the last of `owners` that has an output head, else the first."""
+    return next((o for o in reversed(owners) if output_head(o) is not None), owners[0])
