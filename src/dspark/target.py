@@ -6,6 +6,7 @@ Nothing here knows a file of the cache. The parts are found in `dspark.layers`, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,22 +18,30 @@ from transformers import (
     AutoModelForImageTextToText,
     PretrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+from transformers.utils import is_accelerate_available
 
 from dspark.capture import Captured, Target
 from dspark.errors import TargetError
+from dspark.layers import text_config_of
 from dspark.target_check import check_target
 
 __all__ = [
     "Captured",
     "Target",
     "check_layer_ids",
+    "check_seq_length",
     "check_target",
     "default_layer_ids",
     "load_config",
     "load_target",
     "read_model_type",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def read_model_type(
@@ -69,18 +78,29 @@ def load_config(
         trust_remote_code: Whether a configuration class shipped with the model may be run.
 
     Raises:
-        TargetError: If it cannot be read, or needs code that is not trusted.
+        TargetError: If it cannot be read, needs code that is not trusted, or is that of a model
+            which is more than a decoder.
     """
     raw = _raw_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    if "auto_map" in raw and not trust_remote_code:
-        _refuse_remote_code(name, raw)
+    if raw.get("auto_map") and not trust_remote_code:
+        raise TargetError(
+            f"{name} brings its own code (auto_map: {raw['auto_map']}). Read it, then pass "
+            "--trust-remote-code to run it; where transformers has a class of its own for "
+            f"model_type={raw.get('model_type')!r}, taking auto_map out of the config.json of a "
+            "local copy uses that instead."
+        )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             name, revision=revision, trust_remote_code=trust_remote_code
         )
-        return config
     except (OSError, ValueError, KeyError) as error:
         raise TargetError(f"cannot read the configuration of {name}: {error}") from error
+    if config.is_encoder_decoder or text_config_of(config).is_encoder_decoder:
+        raise TargetError(
+            f"{name} ({config.model_type}) is an encoder-decoder (is_encoder_decoder=True); a "
+            "target must be a decoder that predicts the next token from the tokens before it."
+        )
+    return config
 
 
 def default_layer_ids(*, num_layers: int, num_captured: int) -> list[int]:
@@ -100,6 +120,8 @@ def default_layer_ids(*, num_layers: int, num_captured: int) -> list[int]:
             f"cannot choose {num_captured} of {num_layers} layers; both must be at least 1."
         )
     count = max(1, min(num_captured, num_layers - 1))
+    if count < num_captured:
+        logger.warning("a target of %d layers allows %d to be captured", num_layers, count)
     if count == 1:
         return [num_layers - 1]
     return [round(1 + i * (num_layers - 2) / (count - 1)) for i in range(count)]
@@ -123,6 +145,34 @@ def check_layer_ids(ids: Sequence[int], *, num_layers: int) -> list[int]:
             f"layer ids {list(ids)} must be strictly increasing; use {sorted(set(ids))}."
         )
     return list(ids)
+
+
+def check_seq_length(config: PretrainedConfig, *, seq_length: int) -> None:
+    """Refuse rows that are longer than the positions a model was made for.
+
+    Args:
+        config: The model's configuration.
+        seq_length: Longest row, in tokens.
+
+    Raises:
+        TargetError: If `seq_length` is beyond the position limit.
+    """
+    text_config = text_config_of(config)
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return
+    ropes = getattr(text_config, "rope_parameters", None) or getattr(
+        text_config, "rope_scaling", None
+    )
+    for rope in [ropes, *ropes.values()] if isinstance(ropes, dict) else []:
+        if isinstance(rope, dict) and rope.get("factor") is not None:  # stretched beyond the limit
+            original = rope.get("original_max_position_embeddings") or limit
+            limit = max(limit, int(original * rope["factor"]))
+    if seq_length > limit:
+        raise TargetError(
+            f"--seq-length {seq_length} is beyond the {limit} positions of {config.model_type}; "
+            f"use at most {limit}."
+        )
 
 
 def load_target(
@@ -153,25 +203,49 @@ def load_target(
             in which no text decoder is found.
     """
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    check_layer_ids(layer_ids, num_layers=config.get_text_config(decoder=True).num_hidden_layers)
-    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
-    loader = AutoModelForCausalLM if causal else AutoModelForImageTextToText
-    options: dict[str, Any] = (
-        {"attn_implementation": attn_implementation} if attn_implementation else {}
-    )
+    num_layers = text_config_of(config).num_hidden_layers
+    _say_what_servers_lack(check_layer_ids(layer_ids, num_layers=num_layers), num_layers)
+    wanted = {
+        "attn_implementation": attn_implementation,
+        "device_map": device_map if device_map is not None else _whole_on(device),
+    }
     try:
-        model = loader.from_pretrained(
+        model = _auto_class(config).from_pretrained(
             name,
             config=config,
             dtype=compute_dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            device_map=device_map if device_map is not None else {"": torch.device(device)},
-            **options,
+            **{key: value for key, value in wanted.items() if value is not None},
         )
     except (OSError, ValueError, ImportError) as error:
         raise TargetError(f"cannot load {name}: {error}") from error
-    return Target(model, layer_ids)
+    return Target(model.to(device) if wanted["device_map"] is None else model, layer_ids)
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    """Return the class that chooses the model's own class: causal LM first, then image and text."""
+    own_code = getattr(config, "auto_map", None) or {}
+    for auto_class, known in (
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    ):
+        if type(config) in known or auto_class.__name__ in own_code:
+            return auto_class
+    raise TargetError(
+        f"transformers has no causal language model for model_type={config.model_type!r}; "
+        "docs/targets.md lists the model types that can be targets."
+    )
+
+
+def _whole_on(device: str | torch.device) -> dict[str, Any] | None:
+    """Return the map that puts all weights on an accelerator without a copy in host memory.
+
+    None where that is not possible (without accelerate) or needed; the model is then moved.
+    """
+    if torch.device(device).type == "cpu" or not is_accelerate_available():
+        return None
+    return {"": torch.device(device)}
 
 
 def _raw_config(name: str, *, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
@@ -185,9 +259,12 @@ def _raw_config(name: str, *, revision: str | None, trust_remote_code: bool) -> 
     return raw
 
 
-def _refuse_remote_code(name: str, raw: dict[str, Any]) -> None:
-    """Stop before code shipped with a model is run."""
-    raise TargetError(
-        f"{name} brings its own code (auto_map: {sorted(raw['auto_map'])}). Read it, then pass "
-        "--trust-remote-code to run it."
-    )
+def _say_what_servers_lack(layer_ids: Sequence[int], num_layers: int) -> None:
+    """Log which layers SGLang cannot hand to a draft at serving time."""
+    if -1 in layer_ids:
+        logger.warning("layer -1 (the embedding) cannot be captured by SGLang at serving time")
+    if num_layers - 1 in layer_ids:
+        logger.info(
+            "layer %d (the post-norm state) cannot be captured by SGLang at serving time",
+            num_layers - 1,
+        )
