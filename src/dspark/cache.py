@@ -32,6 +32,7 @@ from dspark.cache_manifest import (
     build_cache_manifest,
     ensure_manifest_complete,
     manifest_mismatch_fields,
+    pad_token_id,
     read_manifest,
     row_specs,
     tokenizer_chat_template_sha256,
@@ -174,12 +175,13 @@ class CachedDSparkDataset(CachedTensorDataset):
         mmap: bool = False,
     ) -> None:
         self.manifest = read_manifest(cache_dir)
+        pad_id = pad_token_id(self.manifest)
         num_samples, shard_size = self.manifest["num_samples"], self.manifest["shard_size"]
         check_shard_indices(cache_dir, -(-num_samples // shard_size))
         super().__init__(
             cache_dir,
             row_specs=row_specs(self.manifest),
-            padded=_PADDED_KEYS,
+            padded=_PADDED_KEYS if pad_id is None else dict.fromkeys(_PADDED_KEYS, pad_id),
             num_rows=num_samples,
             shard_size=shard_size,
             identity=identity_digest(self.manifest),

@@ -25,6 +25,7 @@ from dspark.shard_file import (
     TensorSpec,
     damaged,
     encode_header,
+    numpy_dtype,
     place_tensors,
     read_header_fd,
     shard_metadata,
@@ -279,7 +280,7 @@ def _written_parts(fd: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _integers(piece: npt.NDArray[np.uint8], dtype: torch.dtype) -> npt.NDArray[np.int64]:
-    return piece.view(np.dtype(str(dtype).removeprefix("torch.")))
+    return piece.view(numpy_dtype(dtype))
 
 
 def _tokens(row_specs: Mapping[str, TensorSpec]) -> int:

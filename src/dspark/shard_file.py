@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -149,6 +150,15 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor without copying them."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the numpy dtype of the same name; numpy has no bfloat16.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def read_header(path: Path) -> Header:

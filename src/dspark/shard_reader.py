@@ -35,6 +35,7 @@ from dspark.shard_file import (
     ShardMetadata,
     TensorSpec,
     damaged,
+    numpy_dtype,
     read_header_fd,
     shard_metadata,
 )
@@ -77,7 +78,8 @@ class ShardReader:
         check: What is verified, and when; see `CachedTensorDataset`.
         mmap: Map the files instead of reading them.
         identity: Digest that shards which record one must record.
-        padded: Tensors whose padding carries values and is read as it is stored.
+        padded: Tensors whose padding carries values: it is read as it is stored or, where a mapping
+            gives its value, filled in, so that damage to it does no harm.
 
     Raises:
         CacheError: If the files on disk are not those of the cache.
@@ -94,7 +96,7 @@ class ShardReader:
         check: Check,
         mmap: bool,
         identity: str | None,
-        padded: Collection[str],
+        padded: Collection[str] | Mapping[str, int],
     ) -> None:
         if check not in CHECKS:
             raise ValueError(f"check must be one of {', '.join(CHECKS)}, got {check!r}")
@@ -112,7 +114,8 @@ class ShardReader:
         self._check = check
         self._mmap = mmap
         self._identity = identity
-        self._padded = frozenset(padded)
+        self._fill_values = dict(padded) if isinstance(padded, Mapping) else {}
+        self._as_stored = frozenset(padded) - self._fill_values.keys()
         self._number = next(_reader_numbers)
         self._layouts: dict[int, ShardLayout] = {}
         check_shard_indices(cache_dir, self.num_shards)
@@ -185,14 +188,20 @@ class ShardReader:
     ) -> Iterator[Task]:
         """Yield what fills `memory` with one row of one tensor."""
         layout = self._layouts[shard]
-        stored = tokens if name in self._padded else int(layout.lengths[row])
+        stored = tokens if name in self._as_stored else int(layout.lengths[row])
         real = stored * self.token_bytes(name)
         begin = layout.begins[name] + row * self.row_specs[name].nbytes
         for start in range(0, real, _PIECE_BYTES):
             piece = memory[start : min(start + _PIECE_BYTES, real)]
             yield partial(file.read_into, piece.data, begin + start)
         if real < len(memory):
-            yield partial(memory[real:].fill, 0)
+            yield partial(self._fill, name, memory[real:])
+
+    def _fill(self, name: str, memory: npt.NDArray[np.uint8]) -> None:
+        if value := self._fill_values.get(name, 0):
+            memory.view(numpy_dtype(self.row_specs[name].dtype)).fill(value)
+        else:
+            memory.fill(0)
 
     def _verify(self, shard: int, row: int, name: str, memory: npt.NDArray[np.uint8]) -> None:
         layout = self._layouts[shard]
