@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+Batch = dict[str, torch.Tensor]
+
 _MOST_IDLE = 2  # per tensor: the batch in use and the one being read
 
 
@@ -32,6 +34,9 @@ class BatchMemory(Protocol):
             [nbytes] uint8 on the CPU.
         """
 
+    def hand_over(self, batch: Batch) -> Batch:
+        """Return a batch made of what was taken last, ready to leave for whoever asked for it."""
+
 
 class RecycledMemory:
     """Batch memory of one process."""
@@ -47,6 +52,10 @@ class RecycledMemory:
         lease = np.frombuffer(block.data, np.uint8, nbytes)
         weakref.finalize(lease, self._give_back, name, block).atexit = False
         return torch.from_numpy(lease)
+
+    def hand_over(self, batch: Batch) -> Batch:
+        """See `BatchMemory.hand_over`."""
+        return batch
 
     def _reuse(self, name: str, capacity: int) -> npt.NDArray[np.uint8]:
         idle = self._idle[name]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.utils.data
 
+from dspark.batch_memory import Batch
 from dspark.sampler import RowSampler
-
-Batch = dict[str, torch.Tensor]
+from dspark.worker_memory import SharedBlocks
 
 
 @dataclass(slots=True)
@@ -31,17 +31,39 @@ class CacheLoader(torch.utils.data.DataLoader[Batch]):
     loader has an order of its own, whether or not `sampler.set_epoch` is called. A pass that is
     broken off does not: the next one begins the same epoch anew.
 
-    Attributes:
-        sampler: The `RowSampler`; ``loader.sampler.set_epoch(n)`` chooses the epoch.
+    Args:
+        dataset: A `CachedTensorDataset`.
+        row_bytes: Per tensor the bytes of one row, untrimmed.
+        sampler: Its rows for this rank.
+        batch_size: Rows of a batch.
+        options: Of `torch.utils.data.DataLoader`.
     """
 
     sampler: RowSampler
-    _pass: _Pass | None = None
+    batch_size: int
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset[Batch],
+        *,
+        row_bytes: Mapping[str, int],
+        sampler: RowSampler,
+        batch_size: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(dataset, sampler=sampler, batch_size=batch_size, **options)
+        self._row_bytes = row_bytes
+        self._blocks: SharedBlocks | None = None
+        self._pass: _Pass | None = None
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Begin a pass; with workers, they start to read at once."""
         self._pass = _Pass(self.sampler.epoch, self.sampler.start)
-        return self._deliver(super().__iter__(), self._pass)
+        starts_workers = self.num_workers > 0 and self._iterator is None
+        if starts_workers and SharedBlocks.available():
+            self._blocks = self._make_blocks()
+            self.worker_init_fn = self._blocks.install
+        return self._deliver(super().__iter__(), self._pass, self._blocks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands, the same on every rank.
@@ -76,8 +98,17 @@ class CacheLoader(torch.utils.data.DataLoader[Batch]):
         self._pass = None
         self.sampler.epoch, self.sampler.start = state["epoch"], state["rows_done"]
 
-    def _deliver(self, batches: Iterator[Batch], this: _Pass) -> Iterator[Batch]:
-        assert self.batch_size is not None
+    def _make_blocks(self) -> SharedBlocks:
+        capacities = {name: self.batch_size * nbytes for name, nbytes in self._row_bytes.items()}
+        # Of each worker's batches, so many are read ahead, and the user has one while asking for
+        # the next.
+        blocks = (self.prefetch_factor or 2) + 2
+        return SharedBlocks(capacities, num_workers=self.num_workers, blocks=blocks)
+
+    def _deliver(
+        self, batches: Iterator[Batch], this: _Pass, blocks: SharedBlocks | None
+    ) -> Iterator[Batch]:
+        # `blocks` has to live as long as the workers of this pass, whatever other passes begin.
         rows_per_step = self.batch_size * self.sampler.world_size
         for batch in batches:
             this.rows_done = min(this.rows_done + rows_per_step, self.sampler.num_rows)

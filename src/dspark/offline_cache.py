@@ -16,8 +16,8 @@ import torch
 import torch.distributed
 import torch.utils.data
 
-from dspark.batch_memory import BatchMemory, RecycledMemory
-from dspark.cache_loader import Batch, CacheLoader
+from dspark.batch_memory import Batch, BatchMemory, RecycledMemory
+from dspark.cache_loader import CacheLoader
 from dspark.sampler import RowSampler
 from dspark.shard_file import TensorSpec
 from dspark.shard_reader import Check, ShardReader
@@ -28,15 +28,18 @@ class Rows(list[Batch]):
 
     Args:
         batch: Per tensor [B, S, ...].
-
-    Attributes:
-        batch: The same.
+        memory: Where the batch lies.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, memory: BatchMemory) -> None:
         num_rows = len(next(iter(batch.values())))
         super().__init__({key: batch[key][row] for key in batch} for row in range(num_rows))
-        self.batch = batch
+        self._batch = batch
+        self._memory = memory
+
+    def collate(self) -> Batch:
+        """Return the batch, without a copy."""
+        return self._memory.hand_over(self._batch)
 
 
 class CachedTensorDataset(torch.utils.data.Dataset[Batch]):
@@ -99,6 +102,11 @@ class CachedTensorDataset(torch.utils.data.Dataset[Batch]):
         """Rows of a shard; the last one may have fewer."""
         return self._reader.shard_size
 
+    @property
+    def row_specs(self) -> Mapping[str, TensorSpec]:
+        """Per tensor the dtype and the shape [S, ...] of one row."""
+        return self._reader.row_specs
+
     def __len__(self) -> int:
         return self._reader.num_rows
 
@@ -115,7 +123,7 @@ class CachedTensorDataset(torch.utils.data.Dataset[Batch]):
         """Return several rows, which are views of one batch; see `__getitem__`."""
         rows = [self._row(index) for index in indices]
         reader = self._reader
-        tokens = max(reader.lengths(rows), default=0) if self.trim else reader.row_tokens
+        tokens = max(1, *reader.lengths(rows)) if self.trim else reader.row_tokens
         memory, batch = {}, {}
         for name, spec in reader.row_specs.items():
             row_bytes = tokens * reader.token_bytes(name)
@@ -123,7 +131,7 @@ class CachedTensorDataset(torch.utils.data.Dataset[Batch]):
             memory[name] = flat.numpy().reshape(len(rows), row_bytes)
             batch[name] = flat.view(spec.dtype).view(len(rows), tokens, *spec.shape[1:])
         reader.read(rows, memory, tokens=tokens)
-        return Rows(batch)
+        return Rows(batch, self.memory)
 
     def _row(self, index: int) -> int:
         row = operator.index(index)
@@ -135,7 +143,7 @@ class CachedTensorDataset(torch.utils.data.Dataset[Batch]):
 def collate(features: Sequence[Batch]) -> Batch:
     """Return samples as one batch, without a copy when they were read as one."""
     if isinstance(features, Rows):
-        return features.batch
+        return features.collate()
     return {key: torch.stack([sample[key] for sample in features]) for key in features[0]}
 
 
@@ -192,6 +200,7 @@ def build_loader(
     dataset.trim = trim
     return CacheLoader(
         dataset,
+        row_bytes={name: spec.nbytes for name, spec in dataset.row_specs.items()},
         batch_size=batch_size,
         sampler=sampler,
         num_workers=num_workers,
