@@ -20,6 +20,7 @@ that of NVIDIA NeMo AutoModel: each reads the other's caches.
 Importing this module needs neither transformers nor datasets.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +55,11 @@ from dspark.shard_file import ShardMetadata
 from dspark.shard_writer import write_whole_shard
 from dspark.target_weights import _TARGET_WEIGHTS_NAME as _TARGET_WEIGHTS_NAME
 from dspark.target_weights import _target_weights_path as _target_weights_path
-from dspark.target_weights import read_target_weight_modules, write_target_weights
+from dspark.target_weights import (
+    read_target_weight_modules,
+    target_logits,
+    write_target_weights,
+)
 
 __all__ = [
     "CACHE_KEYS",
@@ -70,6 +75,7 @@ __all__ = [
     "read_manifest",
     "read_target_weight_modules",
     "shard_path",
+    "target_logits",
     "tokenizer_chat_template_sha256",
     "write_manifest",
     "write_shard",
@@ -130,21 +136,43 @@ def write_shard(cache_dir: str, shard_index: int, samples: dict[str, torch.Tenso
     unknown = sorted(samples.keys() - {*CACHE_KEYS, "lengths", "rows"})
     if unknown:
         raise CacheError(f"shard {shard_index}: unknown tensors {unknown}; expected {CACHE_KEYS}")
-    tensors = {key: samples[key] for key in CACHE_KEYS}
-    count, seq_length = tensors["input_ids"].shape
-    lengths = samples.get("lengths", torch.full((count,), seq_length)).tolist()
-    for row, length in enumerate(lengths):
-        if tensors["loss_mask"][row, length:].any():
-            raise CacheError(f"shard {shard_index} row {row}: loss_mask is set beyond {length}")
+    lengths, rows = _check_fit(shard_index, samples)
     metadata = ShardMetadata(
         index=shard_index,
         identity=identity_on_disk(cache_dir, cache_name=_CACHE_NAME),
         lengths=tuple(lengths),
-        rows=tuple(samples["rows"].tolist()) if "rows" in samples else None,
+        rows=rows,
     )
+    tensors = {key: samples[key] for key in CACHE_KEYS}
     path = shard_path(cache_dir, shard_index)
     write_whole_shard(Path(path), tensors, metadata=metadata, padded=_PADDED_KEYS)
     return path
+
+
+def _check_fit(
+    shard_index: int, samples: Mapping[str, torch.Tensor]
+) -> tuple[list[int], tuple[int, ...] | None]:
+    """Return the lengths and source rows of samples that fit each other."""
+    shapes = {key: tuple(samples[key].shape) for key in CACHE_KEYS}
+    if [*map(len, shapes.values())] != [2, 2, 3, 3] or len({s[:2] for s in shapes.values()}) != 1:
+        raise CacheError(
+            f"shard {shard_index}: ids and mask must be [n, S] and states [n, S, width] for the "
+            f"same n and S, got {shapes}"
+        )
+    count, seq_length = shapes["input_ids"]
+    lengths = samples["lengths"].tolist() if "lengths" in samples else [seq_length] * count
+    rows = tuple(samples["rows"].tolist()) if "rows" in samples else None
+    if len(lengths) != count or (rows is not None and len(rows) != count):
+        raise CacheError(
+            f"shard {shard_index}: lengths {lengths} and rows {rows} must have one value for each "
+            f"of {count} samples"
+        )
+    for row, length in enumerate(lengths):
+        if not 0 <= length <= seq_length:
+            raise CacheError(f"shard {shard_index} row {row}: length {length} of {seq_length}")
+        if samples["loss_mask"][row, length:].any():
+            raise CacheError(f"shard {shard_index} row {row}: loss_mask is set beyond {length}")
+    return lengths, rows
 
 
 class CachedDSparkDataset(CachedTensorDataset):

@@ -14,7 +14,7 @@ import xxhash
 from dspark.manifest import manifest_text, shard_path
 from dspark.plan import count_shards
 from dspark.shard_file import read_header
-from dspark.target_weights import _target_weights_path
+from dspark.target_weights import _target_weights_path, read_head_transform
 
 _SEAL = "manifest_xxh3_64"
 
@@ -27,7 +27,8 @@ def finished_manifest(cache_dir: str, manifest: Mapping[str, Any]) -> dict[str, 
         manifest: Its manifest so far, with ``provenance``.
 
     Returns:
-        The same, complete, with the digest of every file's header and its own checksum.
+        The same, complete, with the digest of every file's header, what the target does to its
+        logits, and its own checksum.
 
     Raises:
         CacheError: If a file is damaged.
@@ -38,6 +39,8 @@ def finished_manifest(cache_dir: str, manifest: Mapping[str, Any]) -> dict[str, 
     paths += [Path(shard_path(cache_dir, index)) for index in range(num_shards)]
     files = {path.name: read_header(path).digest for path in paths}
     provenance = manifest["provenance"] | {"files": files}
+    if extras := read_head_transform(cache_dir).extras:
+        provenance["logits"] = extras  # what the target does to the product of its head
     return _sealed({**manifest, "complete": True, "provenance": provenance})
 
 

@@ -13,7 +13,7 @@ from dspark.cache import DTYPE_MAP, build_cache_manifest, tokenizer_chat_templat
 from dspark.chat import load_tokenizer
 from dspark.errors import TargetError
 from dspark.layers import text_config_of
-from dspark.target import check_layer_ids, default_layer_ids, load_config
+from dspark.target import check_layer_ids, check_seq_length, default_layer_ids, load_config
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +77,15 @@ def decide_settings(args: argparse.Namespace) -> RunSettings:
     """Read the target's configuration and tokenizer, and decide.
 
     Raises:
-        TargetError: If the configuration, the layer ids or the device do not fit.
+        TargetError: If the configuration, the sequence length, the layer ids or the device do not
+            fit.
         DataError: If the chat template cannot be read.
     """
     device, compute_dtype = choose_device(args.device, args.compute_dtype)
     config = load_config(
         args.target_model, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
+    check_seq_length(config, seq_length=args.seq_length)
     layer_ids = choose_layers(
         args.target_layer_ids,
         num_layers=int(text_config_of(config).num_hidden_layers),

@@ -6,7 +6,6 @@ Nothing here knows a file of the cache. The parts are found in `dspark.layers`, 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -22,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
-from transformers.utils import is_accelerate_available
+from transformers.utils.import_utils import is_accelerate_available
 
 from dspark.capture import Captured, Target
 from dspark.errors import TargetError
@@ -40,8 +39,6 @@ __all__ = [
     "load_target",
     "read_model_type",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 def read_model_type(
@@ -120,8 +117,6 @@ def default_layer_ids(*, num_layers: int, num_captured: int) -> list[int]:
             f"cannot choose {num_captured} of {num_layers} layers; both must be at least 1."
         )
     count = max(1, min(num_captured, num_layers - 1))
-    if count < num_captured:
-        logger.warning("a target of %d layers allows %d to be captured", num_layers, count)
     if count == 1:
         return [num_layers - 1]
     return [round(1 + i * (num_layers - 2) / (count - 1)) for i in range(count)]
@@ -203,8 +198,7 @@ def load_target(
             in which no text decoder is found.
     """
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    num_layers = text_config_of(config).num_hidden_layers
-    _say_what_servers_lack(check_layer_ids(layer_ids, num_layers=num_layers), num_layers)
+    check_layer_ids(layer_ids, num_layers=text_config_of(config).num_hidden_layers)
     wanted = {
         "attn_implementation": attn_implementation,
         "device_map": device_map if device_map is not None else _whole_on(device),
@@ -257,14 +251,3 @@ def _raw_config(name: str, *, revision: str | None, trust_remote_code: bool) -> 
     except (OSError, ValueError) as error:
         raise TargetError(f"cannot read the config.json of {name}: {error}") from error
     return raw
-
-
-def _say_what_servers_lack(layer_ids: Sequence[int], num_layers: int) -> None:
-    """Log which layers SGLang cannot hand to a draft at serving time."""
-    if -1 in layer_ids:
-        logger.warning("layer -1 (the embedding) cannot be captured by SGLang at serving time")
-    if num_layers - 1 in layer_ids:
-        logger.info(
-            "layer %d (the post-norm state) cannot be captured by SGLang at serving time",
-            num_layers - 1,
-        )
