@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dspark.alignment import TokenizedText
+from dspark.alignment import TokenizedText, common_prefix, common_suffix
 from dspark.errors import RowError
 from dspark.messages import Message
 from dspark.template import ChatTemplate
@@ -84,20 +84,52 @@ def _find_regions(
     seen = {region.message for region in render.regions}
     if any(i not in seen and _answers(message) for i, message in enumerate(messages)):
         return _regions_from_beginnings(template, render, messages, tools)
-    if not template.looks_ahead:
-        return render.regions
-    return _moved(template, render, messages, tools)
+    regions = list(render.regions)
+    if regions and messages[regions[0].message]["role"] == "assistant":
+        for i in range(regions[0].message):
+            regions = _cut_out(template, render, regions, messages, tools, i)
+    return _moved(template, render, regions, messages, tools) if template.looks_ahead else regions
+
+
+def _cut_out(
+    template: ChatTemplate,
+    render: Render,
+    regions: list[Region],
+    messages: Sequence[Message],
+    tools: list[Any] | None,
+    number: int,
+) -> list[Region]:
+    """Take the text of an earlier message out of the first region, if it was printed in there.
+
+    A template may merge the system prompt into the first turn, even where that is an answer. The
+    characters that change with the message's content are the message's.
+    """
+    if not messages[number]["content"]:
+        return regions
+    other = list(messages)
+    other[number] = {**messages[number], "content": "\u241f"}
+    text, changed = render.text, template.render(other, tools).text
+    start = common_prefix(text, changed)
+    stop = len(text) - common_suffix(text[start:], changed[start:])
+    for place, region in enumerate(regions):
+        if region.start <= start < stop <= region.stop:
+            parts = replace(region, stop=start), replace(region, start=stop)
+            return [*regions[:place], *parts, *regions[place + 1 :]]
+    return regions
 
 
 def _moved(
-    template: ChatTemplate, render: Render, messages: Sequence[Message], tools: list[Any] | None
+    template: ChatTemplate,
+    render: Render,
+    regions: list[Region],
+    messages: Sequence[Message],
+    tools: list[Any] | None,
 ) -> list[Region]:
     """Move the edges of turns behind text that closes the message before.
 
     A template may print a closing token when it takes up the next message, or at the very end of
     a conversation. The text before a message, rendered by itself, then has the token already.
     """
-    regions = list(render.regions)
     for i in range(1, len(regions)):
         before, region = regions[i - 1], regions[i]
         numbers = (before.message, region.message)

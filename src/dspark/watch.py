@@ -14,7 +14,7 @@ much text is out. One render gives the text and the regions:
 ``{% generation %}`` blocks are found the same way.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -128,24 +128,27 @@ class Watcher:
         return [Region(start, stop, m) for (start, m), stop in zip(owned, stops, strict=False)]
 
     def _with_owners(self, begun: list[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
-        """Give text between and behind the loops to the one answer that no loop printed there.
+        """Give text between and behind the loops to the message that no loop printed there.
 
-        Some templates take the last message out of the list and print it by itself. Other such
-        text is left without an owner, which makes it the end of the message before it.
+        Some templates take the last message out of the list and print it by itself. Where no
+        message is missing, such text stays without an owner: it ends the message before it.
         """
         printed = {message for _, message in begun}
         owned = []
         for place, (start, message) in enumerate(begun):
             if message is None and place:
+                before = begun[place - 1][1]
                 after = next((m for _, m in begun[place + 1 :] if m is not None), len(self._roles))
-                missing = [
-                    m
-                    for m in range((begun[place - 1][1] or 0) + 1, after)
-                    if m not in printed and self._roles[m] == "assistant"
-                ]
-                message = missing[0] if len(missing) == 1 else None
+                between = range(0 if before is None else before + 1, after)
+                message = self._missing(m for m in between if m not in printed)
             owned.append((start, message))
         return owned
+
+    def _missing(self, messages: Iterable[int]) -> int | None:
+        missing = list(messages)
+        if len(missing) > 1 and any(self._roles[m] == "assistant" for m in missing):
+            return None  # whose text it is cannot be told from here
+        return missing[0] if missing else None
 
     def _first_header(self, start: int, message: int, text: str, bos: str) -> int:
         """Skip what a template prints once, before the header of whichever message is first."""
