@@ -1,0 +1,121 @@
+"""The documents are true: options, commands, links and code in them are those of the project."""
+
+import argparse
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted(
+    path for folder in (".", "docs", "benchmarks") for path in (ROOT / folder).glob("*.md")
+)
+PARSERS = {"precompute": "_build_parser", "verify": "build_parser", "inspect": "build_parser"}
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    build = getattr(importlib.import_module(f"dspark.{command}"), PARSERS[command])
+    parser = build()
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser
+
+
+def default_of(action: argparse.Action) -> str:
+    if action.required:
+        return "required"
+    if action.nargs == 0:
+        return "off"
+    return "" if action.default is None else f"`{action.default}`"
+
+
+def options_table(parser: argparse.ArgumentParser) -> str:
+    """The table that README shows for `parser`: a line for each argument, grouped as in --help."""
+    lines = ["| argument | default | |", "|---|---|---|"]
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if action.dest != "help"]
+        if actions and group.title not in ("positional arguments", "options"):
+            lines.append(f"| **{group.title}** | | |")
+        for action in actions:
+            name = action.option_strings[-1] if action.option_strings else str(action.metavar)
+            values = "" if action.choices is None else "{" + ",".join(action.choices) + "}"
+            shown = values or (action.metavar if action.option_strings else "") or ""
+            if action.option_strings and action.nargs != 0 and not shown:
+                shown = action.dest.upper()
+            text = re.sub(r";? ?\(?default: [^)]*\)$", "", action.help or "")
+            lines.append(f"| `{f'{name} {shown}'.strip()}` | {default_of(action)} | {text} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_readme_describes_exactly_the_options_that_a_command_has(command):
+    table = options_table(parser_of(command))
+    assert table in README, f"README needs this table:\n{table}"
+
+
+def shell_lines(text: str) -> list[str]:
+    """The commands in the shell blocks of a document, continued lines joined."""
+    blocks = re.findall(r"```(?:bash|console)\n(.*?)```", text, re.DOTALL)
+    joined = "\n".join(blocks).replace("\\\n", " ")
+    return [line.removeprefix("$ ").split("#")[0].strip() for line in joined.splitlines()]
+
+
+def dspark_commands() -> list[tuple[str, list[str]]]:
+    found = []
+    for document in DOCUMENTS:
+        for line in shell_lines(document.read_text()):
+            match = re.search(r"-m dspark\.(\w+)(.*)", line)
+            if match and "…" not in line:
+                words = shlex.split(re.split(r"[|&>]", match[2])[0])
+                found.append((match[1], words))
+    return found
+
+
+@pytest.mark.parametrize(("command", "words"), dspark_commands())
+def test_every_command_in_the_documents_is_understood_by_its_parser(command, words):
+    words = [word.strip("[]") if word.startswith("[--") else word for word in words]
+    parser_of(command).parse_args(words)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_relative_link_and_anchor_leads_somewhere(document):
+    text = document.read_text()
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        linked = document.parent / path if path else document
+        assert linked.exists(), f"{document.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(linked.read_text()), f"{document.name} links to {target}"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a document's headings."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_make_target_and_script_in_the_documents_exists(document):
+    text = document.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    for script in re.findall(r"`((?:scripts|examples|benchmarks|docs|tests|src)/[\w./-]+)`", text):
+        assert (ROOT / script).exists(), f"{document.name} names {script}"
+
+
+def test_the_changelog_has_the_version_of_the_package():
+    version = importlib.import_module("dspark").__version__
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_dtype_names_of_the_parser_are_those_of_the_cache():
+    from dspark.cache import DTYPE_MAP
+    from dspark.options import COMPUTE_DTYPES, DTYPES
+
+    assert tuple(DTYPE_MAP) == DTYPES
+    assert ("auto", *DTYPE_MAP) == COMPUTE_DTYPES
