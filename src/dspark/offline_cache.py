@@ -61,8 +61,9 @@ class CachedTensorDataset(torch.utils.data.Dataset[Batch]):
         mmap: Map the files instead of reading them. Rows are the same; but a file truncated under
             the running process kills it, where a plain read raises a `CacheError`.
         identity: Digest that shards which record one must record.
-        padded: Tensors whose padding carries values: it comes as stored. All others are read up to
-            the real length of the row and zero from there.
+        padded: Tensors whose padding carries values: it comes as stored or, where a mapping gives
+            its value, is filled in. All others are read up to the real length of a row and zero
+            from there.
         trim: Cut the rows that are asked for together to the longest of them, instead of S.
 
     Raises:
@@ -80,7 +81,7 @@ class CachedTensorDataset(torch.utils.data.Dataset[Batch]):
         check: Check = "headers",
         mmap: bool = False,
         identity: str | None = None,
-        padded: Collection[str] = (),
+        padded: Collection[str] | Mapping[str, int] = (),
         trim: bool = False,
     ) -> None:
         self.cache_dir = cache_dir

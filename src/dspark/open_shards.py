@@ -7,10 +7,10 @@ parent's threads do not run.
 import mmap
 import os
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,13 +29,14 @@ ShardKey = tuple[int, int]  # number of the reader, number of the shard
 class OpenShard:
     """One shard file, open for reading at any place by any number of threads.
 
+    It is closed with the last reference to it.
+
     Args:
         path: The file.
 
     Attributes:
-        fd: The descriptor, until `map` or `close`.
-        signature: What tells this file from one that replaces it: device, inode, size and time
-            of change.
+        fd: The descriptor, until `map`.
+        signature: What tells this file from one that replaces it.
 
     Raises:
         CacheError: If it cannot be opened.
@@ -48,8 +49,15 @@ class OpenShard:
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise unreadable(path, error) from error
-        stat = os.fstat(self.fd)
-        self.signature = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        self.signature = _signature(os.fstat(self.fd))
+
+    def is_current(self) -> bool:
+        """Whether the file is still the one under its name, as it was when it was opened."""
+        try:
+            return self.signature == _signature(os.stat(self.path))
+        except OSError:
+            return False
 
     def map(self) -> None:
         """Read through a mapping from now on.
@@ -57,8 +65,7 @@ class OpenShard:
         A file that is truncated while it is mapped kills the process that touches the lost part.
         """
         self._mapped = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
-        os.close(self.fd)
-        self.fd = -1
+        self._close()
 
     def read_into(self, memory: memoryview, offset: int) -> None:
         """Fill `memory` (bytes) from byte `offset` of the file.
@@ -79,13 +86,9 @@ class OpenShard:
                 raise damaged(self.path, f"it ends at byte {offset}, {len(memory)} too early")
             memory, offset = memory[done:], offset + done
 
-    def close(self) -> None:
-        """Give the descriptor or the mapping back."""
-        if self._mapped is not None:
-            self._mapped.close()
-        elif self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+
+def _signature(stat: os.stat_result) -> tuple[int, int, int, int]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def unreadable(path: Path, error: OSError) -> CacheError:
@@ -99,9 +102,6 @@ def unreadable(path: Path, error: OSError) -> CacheError:
 class OpenShards:
     """Open shards by key; the least recently used are closed first.
 
-    A shard that is being read is never closed: while more than `limit` are read at once, all of
-    those stay open.
-
     Args:
         limit: How many stay open.
     """
@@ -110,62 +110,44 @@ class OpenShards:
         self._limit = limit
         self._lock = threading.Lock()
         self._open: OrderedDict[ShardKey, OpenShard] = OrderedDict()
-        self._users: dict[ShardKey, int] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    @contextmanager
-    def borrow(
+    def get(
         self, keys: Sequence[ShardKey], open_shard: Callable[[ShardKey], OpenShard]
-    ) -> Iterator[list[OpenShard]]:
-        """Lend the shards of `keys`, opening those that are closed.
+    ) -> list[OpenShard]:
+        """Return the shards of `keys`, opening those that are closed or were replaced on disk.
+
+        They stay open for as long as the caller holds them.
 
         Args:
             keys: Distinct, at most `limit`.
-            open_shard: Opens the shard of a key; may be called from several threads at once.
+            open_shard: Opens the shard of a key; called from several threads at once.
         """
         with self._lock:
+            known = {key: self._open[key] for key in keys if key in self._open}
+        shards = {key: shard for key, shard in known.items() if shard.is_current()}
+        del known  # replaced ones are closed below, before others are opened
+        missing = [key for key in keys if key not in shards]
+        with self._lock:
             for key in keys:
-                self._users[key] = self._users.get(key, 0) + 1
-            self._make_room(sum(key not in self._open for key in keys))
-        try:
-            missing = [key for key in keys if key not in self._open]
-            run_reads([partial(self._add, key, open_shard) for key in missing])
-            yield [self._open[key] for key in keys]
-        finally:
-            with self._lock:
-                self._release(keys)
+                self._open.pop(key, None)
+            while self._open and len(self._open) + len(keys) > self._limit:
+                self._open.popitem(last=False)
+
+        def add(key: ShardKey) -> None:
+            shards[key] = open_shard(key)
+
+        run_reads([partial(add, key) for key in missing])
+        with self._lock:
+            self._open.update(shards)
+        return [shards[key] for key in keys]
 
     def restart(self) -> None:
-        """Close everything, whoever uses it: for a forked child, which has none of the users."""
+        """Close everything: for a forked child, in which nobody reads."""
         self._lock = threading.Lock()
-        self._users.clear()
-        while self._open:
-            with suppress(BufferError):  # a thread of the parent was copying out of the mapping
-                self._open.popitem()[1].close()
-
-    def _add(self, key: ShardKey, open_shard: Callable[[ShardKey], OpenShard]) -> None:
-        shard = open_shard(key)
-        with self._lock:
-            if key in self._open:  # another thread was faster
-                shard.close()
-            else:
-                self._open[key] = shard
-
-    def _make_room(self, needed: int) -> None:
-        idle = [key for key in self._open if key not in self._users]
-        for key in idle[: max(0, len(self._open) + needed - self._limit)]:
-            self._open.pop(key).close()
-
-    def _release(self, keys: Sequence[ShardKey]) -> None:
-        for key in keys:
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
-            if key in self._open:
-                self._open.move_to_end(key)
-        self._make_room(0)
+        self._open.clear()
 
 
 OPEN_SHARDS = OpenShards()

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from dspark.errors import CacheError
+from dspark.limits import check_fits_memory
 from dspark.manifest import check_shard_indices, shard_path
 from dspark.open_shards import (
     MAX_OPEN_SHARDS,
@@ -36,6 +37,7 @@ from dspark.shard_file import (
     TensorSpec,
     damaged,
     numpy_dtype,
+    open_regular,
     read_header_fd,
     shard_metadata,
 )
@@ -55,6 +57,7 @@ class ShardLayout:
 
     Attributes:
         signature: `OpenShard.signature` of the file whose header it was.
+        header_digest: `Header.digest`.
         begins: Per tensor the byte of the file at which row 0 begins.
         lengths: [rows] int32, real tokens of each row.
         digests: Per tensor [rows] uint64, xxh3_64 of each row's real tokens; empty unless
@@ -62,6 +65,7 @@ class ShardLayout:
     """
 
     signature: tuple[int, ...]
+    header_digest: str
     begins: Mapping[str, int]
     lengths: npt.NDArray[np.int32]
     digests: Mapping[str, npt.NDArray[np.uint64]]
@@ -105,6 +109,7 @@ class ShardReader:
             raise ValueError(f"rows must share one length S >= 1 in dim 0, got {sorted(tokens)}")
         if num_rows < 0 or shard_size < 1:
             raise ValueError(f"num_rows {num_rows} and shard_size {shard_size} describe no cache")
+        check_fits_memory(cache_dir, "a row", sum(spec.nbytes for spec in row_specs.values()))
         self.num_rows = num_rows
         self.shard_size = shard_size
         self.num_shards = -(-num_rows // shard_size)
@@ -135,8 +140,7 @@ class ShardReader:
         """
         unknown = {row // self.shard_size for row in rows}.difference(self._layouts)
         for shards in _batched(sorted(unknown), MAX_OPEN_SHARDS):
-            with OPEN_SHARDS.borrow(self._keys(shards), self._open):
-                pass
+            OPEN_SHARDS.get(self._keys(shards), self._open)
         return [int(self._layout(row).lengths[row % self.shard_size]) for row in rows]
 
     def read(
@@ -157,16 +161,17 @@ class ShardReader:
         for place, row in enumerate(rows):
             places[row // self.shard_size].append((place, row % self.shard_size))
         for shards in _batched(sorted(places), MAX_OPEN_SHARDS):
-            with OPEN_SHARDS.borrow(self._keys(shards), self._open) as opened:
-                run_reads(
-                    [
-                        task
-                        for shard, file in zip(shards, opened, strict=True)
-                        for place, row in places[shard]
-                        for name in self.row_specs
-                        for task in self._pieces(file, shard, row, name, into[name][place], tokens)
-                    ]
-                )
+            files = OPEN_SHARDS.get(self._keys(shards), self._open)
+            run_reads(
+                [
+                    task
+                    for shard, file in zip(shards, files, strict=True)
+                    for place, row in places[shard]
+                    for name in self.row_specs
+                    for task in self._pieces(file, shard, row, name, into[name][place], tokens)
+                ]
+            )
+            del files  # or one batch of shards would stay open while the next is opened
         if self._check == "checksums":
             run_reads(
                 [
@@ -190,6 +195,7 @@ class ShardReader:
         layout = self._layouts[shard]
         stored = tokens if name in self._as_stored else int(layout.lengths[row])
         real = stored * self.token_bytes(name)
+        assert real <= len(memory), f"{file.path} row {row} is longer than {tokens} tokens"
         begin = layout.begins[name] + row * self.row_specs[name].nbytes
         for start in range(0, real, _PIECE_BYTES):
             piece = memory[start : min(start + _PIECE_BYTES, real)]
@@ -216,20 +222,19 @@ class ShardReader:
     def _open(self, key: ShardKey) -> OpenShard:
         shard = key[1]
         file = OpenShard(self._path(shard))
-        try:
-            known = self._layouts.get(shard)
-            if known is None or known.signature != file.signature:
-                self._layouts[shard] = self._read_layout(file, shard)
-            if self._mmap:
-                file.map()
-        except BaseException:
-            file.close()
-            raise
+        known = self._layouts.get(shard)
+        if known is None or known.signature != file.signature:
+            layout = self._read_layout(file, shard)
+            if known is not None and known.header_digest != layout.header_digest:
+                raise damaged(file.path, "it was replaced by another while it was in use")
+            self._layouts[shard] = layout
+        if self._mmap:
+            file.map()
         return file
 
     def _read_layout(self, file: OpenShard, shard: int) -> ShardLayout:
-        header = read_header_fd(file.fd, file.path)
         rows = self._rows_of(shard)
+        header = read_header_fd(file.fd, file.path, rows=rows)
         for name, spec in self.row_specs.items():
             wanted = TensorSpec(spec.dtype, (rows, *spec.shape))
             found = header.tensors[name].spec if name in header.tensors else None
@@ -238,11 +243,13 @@ class ShardReader:
         metadata = shard_metadata(header, file.path)
         if metadata is not None:
             self._check_metadata(metadata, shard, header)
-        full = [self.row_tokens] * rows
+        # However many rows another writer's file claims, full rows take no memory here.
+        full = np.broadcast_to(np.int32(self.row_tokens), rows)
         return ShardLayout(
             file.signature,
+            header.digest,
             {name: header.data_start + header.tensors[name].begin for name in self.row_specs},
-            np.array(full if metadata is None else metadata.lengths, np.int32),
+            full if metadata is None else np.array(metadata.lengths, np.int32),
             self._digests(metadata, file.path, rows),
         )
 
@@ -298,7 +305,7 @@ class ShardReader:
     def _check_size(self, shard: int) -> None:
         path = self._path(shard)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(path)
             try:
                 header_bytes = int.from_bytes(os.pread(fd, 8, 0), "little")
                 size = os.fstat(fd).st_size
