@@ -134,7 +134,7 @@ def make_forecast(
 
 def keeps_holes(directory: Path) -> bool:
     """Try whether the file system of `directory` leaves unwritten parts of a file unallocated."""
-    path = directory / f".holes.{uuid4().hex}"
+    path = directory / f".holes.run.{uuid4().hex}.tmp"  # a leftover, if the run is killed here
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.ftruncate(fd, _PROBE_BYTES)

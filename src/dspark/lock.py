@@ -1,10 +1,12 @@
 """One writer per cache: a file that says who, refreshed while it lives.
 
-    CACHE/.dspark/NAME.lock    {"boot", "host", "pid", "started", "since", "token"}
+    CACHE/.dspark/NAME.lock    {"boot", "host", "pid", "since", "started", "token"}
 
 A lock of the same boot of the same host is dead when its process is; any other is dead when its
-time is older than `STALE_SECONDS`. Only ``O_EXCL`` and ``rename`` are relied on, so that shared
-file systems without hard links or advisory locks will do.
+time is older than `STALE_SECONDS`. Only who holds the claim on a dead lock, NAME.lock.<its token>,
+may remove it: of several runs that find it dead, none removes what another has put in its place.
+Only ``O_EXCL`` is relied on, so that shared file systems without hard links or advisory locks will
+do; where there are hard links, a lock appears with its content.
 """
 
 import contextlib
@@ -22,12 +24,15 @@ from typing import Any
 from uuid import uuid4
 
 from dspark.errors import CacheError
+from dspark.publish import StagedFile
 
 logger = logging.getLogger(__name__)
 
 STALE_SECONDS = 60.0
 _REFRESH_SECONDS = 10.0
+_WAIT_SECONDS = 0.2
 _ATTEMPTS = 50  # at a lock that others are taking over at the same moment
+_WAIT_SECONDS = 0.05
 
 
 class WriterLock:
@@ -35,14 +40,16 @@ class WriterLock:
 
     Args:
         path: The lock file; its directory must exist.
+        wait: Whether to wait for another writer to end.
 
     Raises:
         CacheError: On entering, if another writer lives: naming host, process and since when.
         OSError: If the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, wait: bool = False) -> None:
         self.path = path
+        self._wait = wait
         self._token = uuid4().hex
         self._released = threading.Event()
         self._lost = False
@@ -53,19 +60,33 @@ class WriterLock:
         Raises:
             CacheError: If another writer took it over, because this one stood still for too long.
         """
-        if self._lost or read_lock(self.path).get("token") != self._token:
+        record = read_lock(self.path)
+        if self._lost or (record and record.get("token") != self._token):
             raise CacheError(
                 f"{self.path} was taken over by another run, since this one did not refresh it for "
                 f"{STALE_SECONDS:.0f} s. It stops here, so that there is one writer."
             )
+        if not record:
+            raise CacheError(
+                f"{self.path} is gone: the directory was removed, or its file system with it. "
+                "Make it available again."
+            )
 
     def __enter__(self) -> "WriterLock":
-        for _ in range(_ATTEMPTS):
+        attempts = 0
+        while attempts < _ATTEMPTS:
             if self._create():
                 threading.Thread(target=self._refresh, name="dspark-lock", daemon=True).start()
                 return self
+            if self._wait and lock_lives(self.path, read_lock(self.path)):
+                time.sleep(_WAIT_SECONDS)
+                continue
             self._remove_if_dead()
-        raise CacheError(f"{self.path} cannot be taken: several runs are starting at once. Wait.")
+            attempts += 1
+        raise CacheError(
+            f"{self.path} cannot be taken: other runs are starting at this moment, or one was "
+            f"killed while it started. Try again in {STALE_SECONDS:.0f} s."
+        )
 
     def __exit__(
         self,
@@ -78,54 +99,84 @@ class WriterLock:
             self.path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
-        record = {
-            **_this_process(),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
-            "token": self._token,
-        }
-        try:
-            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except FileExistsError:
-            return False
-        with os.fdopen(fd, "wb") as file:
-            file.write(json.dumps(record, sort_keys=True).encode())
-        return True
+        # The second look is for network file systems, which may repeat a request that succeeded.
+        return _create(self.path, self._token) or read_lock(self.path).get("token") == self._token
 
     def _remove_if_dead(self) -> None:
         """Move a dead writer's lock out of the way, or raise for a living one."""
         record = read_lock(self.path)
         if lock_lives(self.path, record):
             if not record:  # it is being written at this moment
-                time.sleep(0.05)
+                time.sleep(_WAIT_SECONDS)
                 return
             raise CacheError(
                 f"{self.path.parent.parent} is being written by another run: process "
                 f"{record.get('pid')} on {record.get('host')} since {record.get('since')}. "
                 "Wait for it, or stop it and give --resume."
             )
-        grave = self.path.with_name(f"{self.path.name}.{uuid4().hex}")
+        if self._remove_dead(self.path, record):
+            logger.warning(
+                "taking over from process %s on %s, which began at %s and is gone",
+                record.get("pid"),
+                record.get("host"),
+                record.get("since"),
+            )
+
+    def _remove_dead(self, path: Path, record: Mapping[str, Any]) -> bool:
+        """Remove `path` if it still is the dead `record` and nobody else is at it."""
+        claim = self.path.with_name(f"{self.path.name}.{record.get('token', 'unreadable')}")
+        if not _create(claim, uuid4().hex):
+            claimed = read_lock(claim)
+            if lock_lives(claim, claimed):
+                time.sleep(_WAIT_SECONDS)
+            else:
+                self._remove_dead(claim, claimed)
+            return False
         try:
-            os.rename(self.path, grave)
+            if read_lock(path) != record or lock_lives(path, record):
+                return False
+            path.unlink()
+            return True
         except FileNotFoundError:
-            return  # somebody else was faster
-        if read_lock(grave) != record:  # a third run had taken it over in between: give it back
-            os.rename(grave, self.path)
-            return
-        grave.unlink()
-        logger.warning(
-            "taking over from process %s on %s, which began at %s and is gone",
-            record.get("pid"),
-            record.get("host"),
-            record.get("since"),
-        )
+            return False
+        finally:
+            claim.unlink(missing_ok=True)
 
     def _refresh(self) -> None:
         while not self._released.wait(_REFRESH_SECONDS):
-            if read_lock(self.path).get("token") != self._token:
+            record = read_lock(self.path)
+            if record and record.get("token") != self._token:
                 self._lost = True
                 return
             with contextlib.suppress(OSError):  # the next turn, or `check`, will tell
                 os.utime(self.path)
+
+
+def _create(path: Path, token: str) -> bool:
+    """Write a lock of this process, unless there is one."""
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    record = {**_this_process(), "since": since, "token": token}
+    data = json.dumps(record, sort_keys=True).encode()
+    staged = StagedFile(path, owner="lock")
+    try:
+        staged.write(memoryview(data), 0)
+        return _link(staged.temporary, path)
+    finally:
+        staged.discard()
+
+
+def _link(whole: Path, path: Path) -> bool:
+    """Give `path` the content of `whole`, unless it exists."""
+    try:
+        os.link(whole, path)
+    except FileExistsError:
+        return False
+    except OSError:  # no hard links here: for a moment the lock is empty
+        with contextlib.suppress(FileExistsError), path.open("xb") as file:
+            file.write(whole.read_bytes())
+            return True
+        return False
+    return True
 
 
 def read_lock(path: Path) -> dict[str, Any]:
@@ -150,7 +201,7 @@ def lock_lives(path: Path, record: Mapping[str, Any]) -> bool:
 
 def _age(path: Path) -> float:
     """Seconds since `path` was refreshed, by the clock of its file system."""
-    probe = path.with_name(f".clock.{uuid4().hex}")
+    probe = path.with_name(f".clock.lock.{uuid4().hex}.tmp")
     probe.touch()
     try:
         return probe.stat().st_mtime - path.stat().st_mtime
