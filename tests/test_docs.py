@@ -31,6 +31,16 @@ def default_of(action: argparse.Action) -> str:
     return "" if action.default is None else f"`{action.default}`"
 
 
+def usage_of(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return str(action.metavar)
+    name = action.option_strings[-1]
+    if action.nargs == 0:
+        return name
+    values = "{" + ",".join(action.choices) + "}" if action.choices else action.metavar
+    return f"{name} {values or action.dest.upper()}{' …' if action.nargs == '+' else ''}"
+
+
 def options_table(parser: argparse.ArgumentParser) -> str:
     """The table that README shows for `parser`: a line for each argument, grouped as in --help."""
     lines = ["| argument | default | |", "|---|---|---|"]
@@ -39,13 +49,10 @@ def options_table(parser: argparse.ArgumentParser) -> str:
         if actions and group.title not in ("positional arguments", "options"):
             lines.append(f"| **{group.title}** | | |")
         for action in actions:
-            name = action.option_strings[-1] if action.option_strings else str(action.metavar)
-            values = "" if action.choices is None else "{" + ",".join(action.choices) + "}"
-            shown = values or (action.metavar if action.option_strings else "") or ""
-            if action.option_strings and action.nargs != 0 and not shown:
-                shown = action.dest.upper()
-            text = re.sub(r";? ?\(?default: [^)]*\)$", "", action.help or "")
-            lines.append(f"| `{f'{name} {shown}'.strip()}` | {default_of(action)} | {text} |")
+            text = action.help or ""
+            if action.default is not None:
+                text = re.sub(r" *\(default: [^)]*\)$", "", text)
+            lines.append(f"| `{usage_of(action)}` | {default_of(action)} | {text} |")
     return "\n".join(lines)
 
 
