@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_cache import LENGTHS, write_tiny_cache
 
 from dspark.cache import CachedDSparkDataset
 from dspark.cache_check import check_cache
 from dspark.errors import CacheError
 from dspark.shard_file import read_header
+from tiny_cache import LENGTHS, write_tiny_cache
 
 Corruption = Callable[[Path, random.Random, Path], str]
 _SHARDS = [f"shard-{index:06d}.safetensors" for index in range(3)]

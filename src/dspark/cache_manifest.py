@@ -27,6 +27,7 @@ DTYPE_MAP = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float3
 _CACHE_NAME = "DSpark"
 _FORMAT_VERSION = 1
 _IDENTITY_EXEMPT_FIELDS = IDENTITY_EXEMPT_FIELDS
+_MAX_SHARD_ROWS, _MAX_SEQ_LENGTH = 2**24, 2**31 - 1  # what readers keep of a shard has a bound
 _MASKING_FIELDS = ("mask_reasoning_content", "mask_generation_prompt")  # absent means false
 
 
@@ -172,12 +173,22 @@ _REQUIRED_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_dims(cache_dir: str, manifest: Mapping[str, Any]) -> None:
+    rows = min(manifest["shard_size"], manifest["num_samples"])
+    for what, value, most in (
+        ("rows of a shard", rows, _MAX_SHARD_ROWS),
+        ("seq_length", manifest["seq_length"], _MAX_SEQ_LENGTH),
+    ):
+        if value > most:
+            raise CacheError(
+                f"{manifest_path(cache_dir)}: {what} must be at most {most}, found {value}. "
+                "The manifest is damaged; copy it anew."
+            )
     hidden, layers = manifest["hidden_size"], len(manifest["target_layer_ids"])
     found = manifest["target_hidden_dim"], manifest["target_last_hidden_dim"]
     if found != (hidden * layers, hidden):
         raise CacheError(
-            f"{manifest_path(cache_dir)}: target_hidden_dim and target_last_hidden_dim are {found}, "
-            f"but hidden_size {hidden} and {layers} layers give {(hidden * layers, hidden)}."
+            f"{manifest_path(cache_dir)}: target_hidden_dim and target_last_hidden_dim are "
+            f"{found}, but hidden_size {hidden} and {layers} layers give {(hidden * layers, hidden)}."
         )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.errors import CacheError
+from dspark.limits import check_depth
 from dspark.publish import publish_bytes
 
 MANIFEST_NAME = "manifest.json"
@@ -132,6 +133,7 @@ def read_json_manifest(cache_dir: str, *, cache_name: str) -> dict[str, Any]:
         raise CacheError(f"{path} is damaged: not JSON ({error}). Copy it anew.") from error
     if not isinstance(manifest, dict):
         raise CacheError(f"{path} is damaged: a JSON {type(manifest).__name__}, not an object")
+    check_depth(manifest, path)
     return manifest
 
 

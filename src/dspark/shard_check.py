@@ -26,6 +26,7 @@ from dspark.shard_file import (
     damaged,
     encode_header,
     numpy_dtype,
+    open_regular,
     place_tensors,
     read_header_fd,
     shard_metadata,
@@ -130,9 +131,9 @@ class ShardCheck:
             CacheError: If the file is not whole, or its header cannot be read.
             OSError: If it cannot be read.
         """
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(self.path)
         try:
-            self.header = read_header_fd(fd, self.path)
+            self.header = read_header_fd(fd, self.path, rows=expected.num_rows)
             self.metadata = shard_metadata(self.header, self.path)
             wrong = list(self._header_problems(self.header, expected))
             yield from wrong

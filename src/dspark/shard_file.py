@@ -20,6 +20,7 @@ import json
 import math
 import os
 import reprlib
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from dspark.errors import CacheError
 
 METADATA_KEY = "dspark"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+_HEADER_BYTES, _HEADER_BYTES_PER_ROW = 2**20, 2**10  # several times what a shard needs
 
 _MAX_DIMENSIONS = 64  # torch's own limit; it also keeps the product of a shape small
 
@@ -170,19 +172,41 @@ def read_header(path: Path) -> Header:
         CacheError: If the file is not whole or its header is not what safetensors allows.
         OSError: If it cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         return read_header_fd(fd, path)
     finally:
         os.close(fd)
 
 
-def read_header_fd(fd: int, path: Path) -> Header:
-    """`read_header` for an open file; `path` is for messages alone."""
+def open_regular(path: Path) -> int:
+    """Return a descriptor of `path` for reading, if it is a file or a link to one.
+
+    Raises:
+        CacheError: If it is anything else; a pipe, for one, would be waited for.
+        OSError: If it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise damaged(path, "it is not a regular file")
+    return fd
+
+
+def read_header_fd(fd: int, path: Path, *, rows: int | None = None) -> Header:
+    """`read_header` for an open file.
+
+    Args:
+        fd: The file.
+        path: Its name, for messages.
+        rows: Rows that the file should have, where that is known: they bound the header's size,
+            and with it the memory that decoding takes.
+    """
     file_size = os.fstat(fd).st_size
     prefix = os.pread(fd, 8, 0)
     size = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or size > min(MAX_HEADER_BYTES, file_size - 8):
+    most = _HEADER_BYTES + (MAX_HEADER_BYTES if rows is None else rows * _HEADER_BYTES_PER_ROW)
+    if len(prefix) < 8 or size > min(most, MAX_HEADER_BYTES, file_size - 8):
         raise damaged(path, f"{file_size} bytes cannot hold a header of {size} bytes")
     text = os.pread(fd, size, 8)
     if len(text) < size:

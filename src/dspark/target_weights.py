@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from dspark.cache_manifest import _CACHE_NAME
+from dspark.limits import check_fits_memory
 from dspark.logits import HeadTransform, head_product
 from dspark.manifest import identity_on_disk
 from dspark.publish import StagedFile
@@ -113,6 +114,7 @@ def read_target_weight_modules(cache_dir: str) -> tuple[SimpleNamespace, SimpleN
     missing = sorted(set(_WEIGHT_KEYS) - header.tensors.keys())
     if missing:
         raise damaged(path, f"it has no {', '.join(missing)}")
+    check_fits_memory(path, "its data", path.stat().st_size)
     tensors = load_file(path)
     embed_tokens, lm_head = (SimpleNamespace(weight=tensors[key]) for key in _WEIGHT_KEYS)
     lm_head.bias, lm_head.transform = tensors.get(_BIAS_KEY), _transform(header, path)
