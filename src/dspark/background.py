@@ -11,7 +11,8 @@ class Background:
 
     At most `queue_size` tasks wait or run at a time: `submit` blocks until there is room. The first
     exception of a task is raised by the next `submit`, or on leaving the ``with`` block; tasks that
-    have not begun by then are dropped.
+    have not begun by then are dropped. An exception of the caller drops none: what was submitted
+    before it is done first.
 
     Args:
         threads: How many tasks run at the same time.
@@ -54,6 +55,6 @@ class Background:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+        self._pool.shutdown(wait=True)
         if kind is None and self._error is not None:
             raise self._error

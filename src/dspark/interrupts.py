@@ -1,12 +1,15 @@
 """Ending a run when it is told to, at a point from which it can go on.
 
 SIGTERM is how machines are taken away: the shard in hand is finished if that is a matter of
-seconds, else dropped. SIGINT is a person at the terminal: the shard in hand is dropped at once.
+seconds, else dropped; before the first shard, the run stops at once. SIGINT is a person at the
+terminal: the shard in hand is dropped at once.
 """
 
+import contextlib
 import logging
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,8 +18,10 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
 
 
-class Stopped(Exception):
+class Stopped(BaseException):
     """The run was told to stop, and did; what it had published is kept.
+
+    Like KeyboardInterrupt it is no Exception: a library that catches those must not swallow it.
 
     Attributes:
         signum: The signal.
@@ -25,6 +30,24 @@ class Stopped(Exception):
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.signum = signum
+
+
+@contextlib.contextmanager
+def stopping_at_once() -> Iterator[None]:
+    """Raise `Stopped` in the main thread when SIGTERM arrives."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_IGN)  # a second one must not disturb the cleaning up
+        raise Stopped(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class StopRequest:

@@ -9,9 +9,11 @@ writer leaves behind carries the name of its owner, so that one of several write
 removes only what is its own.
 """
 
+import contextlib
 import errno
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from uuid import uuid4
@@ -55,16 +57,15 @@ class StagedFile:
             OSError: If the disk refuses; it names the file.
         """
         while data:
-            try:
+            with _naming(self.path):
                 written = os.pwrite(self.fd, data, offset)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self.path)) from error
             data = data[written:]
             offset += written
 
     def publish(self) -> None:
         """Flush the file to disk and move it onto its final name."""
-        os.fsync(self.fd)
+        with _naming(self.path):
+            os.fsync(self.fd)
         os.replace(self.temporary, self.path)
         self._close()  # only now: `discard` removes what is still open
         fsync_directory(self.path.parent)
@@ -93,6 +94,15 @@ class StagedFile:
                 self.publish()
         finally:
             self.discard()
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let the errors of calls that only see a descriptor name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def publish_bytes(path: Path, data: bytes, *, owner: str = "run") -> None:
