@@ -188,7 +188,8 @@ def _check_dims(cache_dir: str, manifest: Mapping[str, Any]) -> None:
     if found != (hidden * layers, hidden):
         raise CacheError(
             f"{manifest_path(cache_dir)}: target_hidden_dim and target_last_hidden_dim are "
-            f"{found}, but hidden_size {hidden} and {layers} layers give {(hidden * layers, hidden)}."
+            f"{found}, but hidden_size {hidden} and {layers} layers give "
+            f"{(hidden * layers, hidden)}. The manifest is damaged; copy it anew."
         )
 
 
