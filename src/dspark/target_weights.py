@@ -114,6 +114,11 @@ def read_target_weight_modules(cache_dir: str) -> tuple[SimpleNamespace, SimpleN
     missing = sorted(set(_WEIGHT_KEYS) - header.tensors.keys())
     if missing:
         raise damaged(path, f"it has no {', '.join(missing)}")
+    specs = [header.tensors[key].spec for key in _WEIGHT_KEYS]
+    if not all(spec.dtype.is_floating_point and len(spec.shape) == 2 for spec in specs):
+        raise damaged(path, f"its weights are {specs}, expected floating-point [V, H]")
+    if specs[0].shape[1] != specs[1].shape[1]:
+        raise damaged(path, f"embedding {specs[0].shape} and head {specs[1].shape} differ in width")
     check_fits_memory(path, "its data", path.stat().st_size)
     tensors = load_file(path)
     embed_tokens, lm_head = (SimpleNamespace(weight=tensors[key]) for key in _WEIGHT_KEYS)
@@ -149,7 +154,7 @@ def read_head_transform(cache_dir: str) -> HeadTransform:
 
 
 def _transform(header: Header, path: Path) -> HeadTransform:
-    record = decode_json(header.metadata.get(METADATA_KEY, "{}").encode(), path)
+    record = decode_json(header.metadata.get(METADATA_KEY, "{}"), path)
     extras = record.get("logits", {})
     if not isinstance(extras, dict):
         raise damaged(path, f"its metadata says logits={extras!r}")
