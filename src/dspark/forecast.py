@@ -11,7 +11,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from dspark.errors import CacheError
-from dspark.pipeline import ShardSettings, shard_record
+from dspark.forward import ShardSettings, shard_record
 from dspark.shard_writer import ShardLayout
 from dspark.tokens import Tokens
 

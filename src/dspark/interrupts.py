@@ -1,4 +1,4 @@
-"""Ending a run when it is told to, at a point from which it can go on.
+"""Ending a run before it is done, at a point from which it can go on.
 
 SIGTERM is how machines are taken away: the shard in hand is finished if that is a matter of
 seconds, else dropped; before the first shard, the run stops at once. SIGINT is a person at the
@@ -48,6 +48,10 @@ def stopping_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+class PeerFailed(Exception):
+    """Another rank of the run has failed; it says why itself."""
 
 
 class StopRequest:

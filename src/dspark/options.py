@@ -30,7 +30,7 @@ def validate_args(args: argparse.Namespace) -> None:
 
     Raises:
         ValueError: Naming the flag: a batch size below 1; a shard size below 1 or no multiple of
-            it; draft layers below 1; an unknown dtype.
+            it; draft layers below 1; an unknown dtype; a part that is not one of the parts.
     """
     if args.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}")
@@ -45,6 +45,15 @@ def validate_args(args: argparse.Namespace) -> None:
         )
     if args.dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {args.dtype!r}")
+    if (args.num_parts is None) != (args.part is None):
+        raise ValueError(
+            f"--num-parts and --part go together, got {args.num_parts} and {args.part}"
+        )
+    if args.part is not None and args.part >= args.num_parts:
+        raise ValueError(
+            f"--part must be from 0 to {args.num_parts - 1} with --num-parts {args.num_parts}, "
+            f"got {args.part}"
+        )
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -236,6 +245,20 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         default=0,
         metavar="N",
         help="processes that tokenize; 0 is one per core (default: 0)",
+    )
+    group.add_argument(
+        "--num-parts",
+        type=at_least(1),
+        metavar="N",
+        help="share the shards among N processes without a launcher; each gets another --part",
+    )
+    group.add_argument(
+        "--part", type=at_least(0), metavar="K", help="which part this is, from 0 to N - 1"
+    )
+    group.add_argument(
+        "--finish",
+        action="store_true",
+        help="compute nothing: check all shards of a run in parts and mark the cache complete",
     )
     group.add_argument(
         "--log-level",

@@ -1,4 +1,4 @@
-"""The forward over a shard's rows, and everything that happens behind it.
+"""The forwards over shards, and everything that happens behind them.
 
     main thread      micro-batch ─► target.capture ─► stage ─► queue (bounded)
     writer threads   row by row: check the states ─► digest ─► write to its place ─► publish
@@ -8,8 +8,7 @@ Memory is a few micro-batches, however many rows a shard has.
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -19,50 +18,15 @@ import torch
 from torch import Tensor
 
 from dspark.background import Background
-from dspark.capture import Captured, Target
+from dspark.capture import Target
 from dspark.errors import TargetError
+from dspark.forward import ShardClock, ShardSettings, forwards, shard_batches, shard_record
 from dspark.manifest import shard_path
-from dspark.plan import micro_batches, shard_rows
-from dspark.shard_file import ShardMetadata, TensorSpec
 from dspark.shard_writer import ShardWriter
 from dspark.staging import StagedStates, make_stager
 from dspark.tokens import Tokens
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ShardSettings:
-    """What decides the content of every shard of a run, beside target and tokens.
-
-    Attributes:
-        row_specs: Dtype and shape [S, ...] of a row of each tensor.
-        identity: Digest of the manifest's identity.
-        shard_size: Rows of a full shard.
-        batch_size: Full rows per forward.
-        pad_token_id: What pads ``input_ids``.
-        layer_ids: The captured layers.
-        mask_bad_states: Whether a row with a state that is not finite is kept with zero states and
-            a zero mask; otherwise it stops the run.
-    """
-
-    row_specs: Mapping[str, TensorSpec]
-    identity: str
-    shard_size: int
-    batch_size: int
-    pad_token_id: int
-    layer_ids: Sequence[int]
-    mask_bad_states: bool = False
-
-    @property
-    def seq_length(self) -> int:
-        """Tokens of a full row."""
-        return self.row_specs["input_ids"].shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the states on disk."""
-        return self.row_specs["target_hidden_states"].dtype
 
 
 def write_shards(
@@ -108,8 +72,9 @@ def write_shards(
                 shard = _open_shard(cache_dir, index, tokens, settings, owner)
                 unpublished.add(shard.writer)
                 written = []
-                clock = _ShardClock(shard)
-                for rows, captured in _forwards(target, shard):
+                batches = shard_batches(index, tokens, settings)
+                clock = ShardClock(batches, tokens)
+                for rows, captured in forwards(target, batches, tokens, settings):
                     # No name may keep the states: the queue alone bounds how many are alive.
                     task = partial(_write_rows, shard, rows, stage(captured), on_rows)
                     del captured
@@ -122,110 +87,43 @@ def write_shards(
             writer.discard()
 
 
+def follow_shards(
+    shard_indices: Iterable[int],
+    target: Target,
+    tokens: Tokens,
+    settings: ShardSettings,
+    check_stop: Callable[[float], None],
+) -> None:
+    """Run the forwards of `write_shards` and keep nothing.
+
+    For a rank that holds a part of a target which several ranks run together: they must all run
+    the same forwards, and one of them writes.
+    """
+    for index in shard_indices:
+        check_stop(math.inf)
+        for _ in forwards(target, shard_batches(index, tokens, settings), tokens, settings):
+            pass
+
+
 @dataclass(frozen=True)
 class _Shard:
     index: int
     writer: ShardWriter
     first_row: int
-    batches: Sequence[Sequence[int]]  # rows of the cache
     tokens: Tokens
     settings: ShardSettings
-
-
-class _ShardClock:
-    """Tells how long the shard in hand will still take, from its tokens so far."""
-
-    def __init__(self, shard: _Shard) -> None:
-        self._begun = time.monotonic()
-        self._lengths = shard.tokens.lengths
-        self._done = 0
-        self._left = sum(int(self._lengths[list(rows)].sum()) for rows in shard.batches)
-
-    def seconds_left(self, rows: Sequence[int]) -> float:
-        """Count `rows` as done and return the seconds that the others need at their rate."""
-        tokens = int(self._lengths[list(rows)].sum())
-        self._done += tokens
-        self._left -= tokens
-        return (time.monotonic() - self._begun) * self._left / max(self._done, 1)
 
 
 def _open_shard(
     cache_dir: str, index: int, tokens: Tokens, settings: ShardSettings, owner: str
 ) -> _Shard:
-    rows = shard_rows(index, num_rows=tokens.counts.rows, shard_size=settings.shard_size)
-    lengths = tokens.lengths[rows.start : rows.stop].tolist()
-    batches = micro_batches(lengths, batch_size=settings.batch_size, seq_length=settings.seq_length)
-    return _Shard(
-        index,
-        ShardWriter(
-            Path(shard_path(cache_dir, index)),
-            settings.row_specs,
-            metadata=shard_record(index, tokens, settings),
-            owner=owner,
-        ),
-        rows.start,
-        [[rows[position] for position in batch] for batch in batches],
-        tokens,
-        settings,
+    writer = ShardWriter(
+        Path(shard_path(cache_dir, index)),
+        settings.row_specs,
+        metadata=shard_record(index, tokens, settings),
+        owner=owner,
     )
-
-
-def shard_record(index: int, tokens: Tokens, settings: ShardSettings) -> ShardMetadata:
-    """Return what shard `index` of these tokens and settings records, without its digests."""
-    rows = shard_rows(index, num_rows=tokens.counts.rows, shard_size=settings.shard_size)
-    span = slice(rows.start, rows.stop)
-    return ShardMetadata(
-        index=index,
-        identity=settings.identity,
-        lengths=tuple(tokens.lengths[span].tolist()),
-        rows=tuple(tokens.source_rows[span].tolist()) if tokens.any_skipped else None,
-    )
-
-
-def _forwards(target: Target, shard: _Shard) -> Iterator[tuple[Sequence[int], Captured]]:
-    """Yield rows of a shard and their states, a micro-batch at a time.
-
-    Where device memory runs out, a micro-batch is halved. The halves keep its padded length, so
-    that their states are the same.
-    """
-    for batch in shard.batches:
-        width = int(shard.tokens.lengths[batch[0]])  # the longest comes first
-        pending = [batch]
-        while pending:
-            rows = pending.pop(0)
-            try:
-                captured = target.capture(*_padded(shard, rows, width))
-            except torch.OutOfMemoryError:
-                if len(rows) == 1:
-                    raise
-                logger.warning(
-                    "out of device memory with %d rows of %d tokens: going on with half of them at "
-                    "a time. A smaller --batch-size avoids the detour.",
-                    len(rows),
-                    width,
-                )
-                pending[:0] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-                torch.cuda.empty_cache()
-                continue
-            except Exception as error:
-                raise TargetError(
-                    f"the target failed on rows {list(rows)} of the cache (rows "
-                    f"{shard.tokens.source_rows[list(rows)].tolist()} of the source): "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            yield rows, captured
-            del captured
-
-
-def _padded(shard: _Shard, rows: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Return input_ids and attention_mask [len(rows), width], padded on the right."""
-    input_ids = torch.full((len(rows), width), shard.settings.pad_token_id)
-    attention_mask = torch.zeros((len(rows), width), dtype=torch.int64)
-    for position, row in enumerate(rows):
-        ids, _ = shard.tokens.row(row)
-        input_ids[position, : len(ids)] = torch.from_numpy(ids.astype("int64"))
-        attention_mask[position, : len(ids)] = 1
-    return input_ids, attention_mask
+    return _Shard(index, writer, index * settings.shard_size, tokens, settings)
 
 
 def _write_rows(

@@ -20,16 +20,20 @@ import signal
 import sys
 import traceback
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dspark.errors import CacheError, TargetError
-from dspark.interrupts import Stopped
+from dspark.interrupts import PeerFailed, Stopped
 from dspark.manifest import existing_shard_indices, manifest_path
 from dspark.options import build_parser as _build_parser
 from dspark.options import validate_args as _validate_args
 
 if TYPE_CHECKING:
+    from dspark.group import Group
     from dspark.run import Run
+    from dspark.settings import RunSettings
+    from dspark.workplace import Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,9 @@ def main(argv: list[str] | None = None) -> int:
         return _fail("interrupted", error, 128 + signal.SIGINT)
     except Stopped as error:
         return _fail(str(error), error, 128 + error.signum)
+    except PeerFailed as error:  # the rank that failed says why
+        logger.error("ending, because of %s", error)
+        return 1
     except (OSError, ValueError) as error:
         if args.log_level == "DEBUG":
             traceback.print_exc()
@@ -81,59 +88,95 @@ def _fail(message: str, error: BaseException, code: int) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Load the target, scan the dataset once, and write the sharded cache."""
     _validate_args(args)
-    cache_dir = args.output_dir
-    existing = existing_shard_indices(cache_dir)
-    if existing and not args.resume and not args.dry_run:
+    existing = existing_shard_indices(args.output_dir)
+    goes_on = args.resume or args.finish or args.num_parts is not None or _is_restarted()
+    if existing and not goes_on and not args.dry_run:
         raise CacheError(
-            f"{cache_dir} already holds {len(existing)} shards. Give --resume to go on with them, "
-            "or another --output-dir."
+            f"{args.output_dir} already holds {len(existing)} shards. Give --resume to go on with "
+            "them, or another --output-dir."
         )
     _refuse_unsupported_target(args)
     # Only now: these import torch and transformers, and what is above answers at once.
-    from dspark.run import open_workplace, read_input
+    from dspark.group import join_group
     from dspark.settings import decide_settings
+    from dspark.workplace import open_workplace
 
-    settings = decide_settings(args)
-    with open_workplace(cache_dir) as workplace:
-        recorded = _recorded_manifest(args)
-        if recorded:  # first what needs no reading of the input: a mistyped flag answers at once
-            cheap = settings.manifest(num_samples=recorded["num_samples"])
-            _ensure_resume_compatible(cache_dir, recorded | cheap, existing)
-        run = read_input(settings, workplace, recorded)
-        if args.resume:
-            _ensure_resume_compatible(cache_dir, run.manifest, existing)
-        workplace.accept(run.tokens.directory)
-        return _forecast_and_write(args, run)
+    with join_group().watched() as group:
+        settings = decide_settings(args)
+        with open_workplace(args, group) as workplace:
+            with workplace.alone():
+                run, todo = _prepare(settings, workplace, group, goes_on=goes_on)
+            return _carry_out(run, todo)
 
 
-def _forecast_and_write(args: argparse.Namespace, run: "Run") -> int:
-    if args.resume and run.is_finished:
+def _is_restarted() -> bool:
+    """Whether an elastic launcher started this group anew after one of its ranks failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _prepare(
+    settings: "RunSettings", workplace: "Workplace", group: "Group", *, goes_on: bool
+) -> tuple["Run", str]:
+    """Read the input, refuse what does not fit, and decide what there is to do.
+
+    Returns:
+        The run, and "write", "finish" or "nothing".
+    """
+    from dspark.reading import read_input
+
+    cache_dir = settings.args.output_dir
+    existing = existing_shard_indices(cache_dir)
+    recorded = group.from_first("recorded", lambda: _recorded_manifest(cache_dir, goes_on))
+    if recorded:  # first what needs no reading of the input: a mistyped flag answers at once
+        cheap = settings.manifest(num_samples=recorded["num_samples"])
+        _ensure_resume_compatible(cache_dir, recorded | cheap, existing)
+    run = read_input(settings, workplace, group, recorded)
+    if goes_on:
+        _ensure_resume_compatible(cache_dir, run.manifest, existing)
+    workplace.accept(run.tokens.directory)
+    run.look_at_files()
+    return run, group.from_first("todo", partial(_decide, run, goes_on))
+
+
+def _decide(run: "Run", goes_on: bool) -> str:
+    args = run.settings.args
+    if goes_on and run.is_finished:
         logger.info("%s is finished: all %d shards pass", args.output_dir, run.num_shards)
-        return 0
+        return "nothing"
     forecast = run.forecast()
     if args.dry_run:
         print(forecast.table())
         print(json.dumps(asdict(forecast)))
-        return 0
+        return "nothing"
+    if args.finish:
+        return "finish"
     logger.info("%s", forecast.line())
     if not args.ignore_free_space:
         forecast.refuse_if_too_large(args.output_dir)
-    try:
-        run.write()
-    except BaseException as error:
-        error.add_note(f"Finished shards are kept; go on with: {args.command_to_continue}")
-        raise
-    logger.info("%s is finished: %d shards", args.output_dir, run.num_shards)
+    run.begin()
+    return "write"
+
+
+def _carry_out(run: "Run", todo: str) -> int:
+    if todo == "finish" and run.group.is_first:
+        run.finish()
+    if todo == "write":
+        try:
+            run.write()
+        except BaseException as error:
+            command = getattr(run.settings.args, "command_to_continue", "--resume")
+            error.add_note(f"Finished shards are kept; go on with: {command}")
+            raise
     return 0
 
 
-def _recorded_manifest(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The manifest of the cache that is resumed, if there is one."""
+def _recorded_manifest(cache_dir: str, goes_on: bool) -> dict[str, Any] | None:
+    """The manifest of the cache that this run goes on with, if there is one."""
     from dspark.cache import read_manifest
 
-    if not args.resume or not os.path.exists(manifest_path(args.output_dir)):
+    if not goes_on or not os.path.exists(manifest_path(cache_dir)):
         return None
-    return read_manifest(args.output_dir, allow_incomplete=True)
+    return read_manifest(cache_dir, allow_incomplete=True)
 
 
 def _refuse_unsupported_target(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from tqdm import tqdm
 
@@ -12,74 +13,87 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 
 class Progress:
-    """Counts rows, tokens and shards, and shows rate and time left.
+    """Counts the rows and tokens of all ranks, and shows rate and time left.
 
     Its methods may be called from any thread.
 
     Args:
         rows: Rows to do.
-        shards: Shards to do.
-        bytes_per_token: Bytes of states that one token takes on disk.
+        bytes_per_token: Bytes that one token takes on disk.
+        others: Tells rows and tokens that other ranks have written.
+        silent: Whether to show nothing: another rank does.
     """
 
-    def __init__(self, *, rows: int, shards: int, bytes_per_token: int) -> None:
-        self._rows, self._shards, self._bytes_per_token = rows, shards, bytes_per_token
-        self._done_rows = self._done_tokens = self._done_shards = 0
-        self._begun = self._last_line = time.monotonic()
+    def __init__(
+        self,
+        *,
+        rows: int,
+        bytes_per_token: int,
+        others: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        silent: bool = False,
+    ) -> None:
+        self._total, self._bytes_per_token, self._others = rows, bytes_per_token, others
+        self._own = [0, 0]
+        self._shards = 0
+        self._begun = self._last_shown = time.monotonic()
         self._lock = threading.Lock()
         # Where stderr is no terminal, disable=None shows no bar: then there are lines.
-        self._bar = tqdm(total=rows, unit="row", disable=None, dynamic_ncols=True)
-        self._lines = bool(self._bar.disable)
+        self._bar = tqdm(
+            total=rows, unit="row", disable=True if silent else None, dynamic_ncols=True
+        )
+        self._lines = bool(self._bar.disable) and not silent
 
     def add_rows(self, rows: int, tokens: int) -> None:
-        """Count rows that were written, with their real tokens."""
+        """Count rows that this process wrote, with their real tokens."""
         with self._lock:
-            self._done_rows += rows
-            self._done_tokens += tokens
-            self._bar.set_postfix_str(self._rates(), refresh=False)
-            self._bar.update(rows)
-            if self._lines and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
-                self._line()
+            self._own[0] += rows
+            self._own[1] += tokens
+        self.refresh()
 
     def add_shard(self, shard_index: int) -> None:
         """Count a shard whose rows are all written."""
         with self._lock:
-            self._done_shards += 1
-            logger.debug("shard %d is written", shard_index)
+            self._shards += 1
+        logger.debug("shard %d is written", shard_index)
+
+    def refresh(self) -> None:
+        """Show where the run stands."""
+        with self._lock:
+            if not self._bar.disable:
+                rows, tokens = self._counts()
+                self._bar.set_postfix_str(self._rates(tokens), refresh=False)
+                self._bar.update(rows - self._bar.n)
+            elif self._lines and time.monotonic() - self._last_shown > _SECONDS_BETWEEN_LINES:
+                self._show_line()
 
     def close(self) -> None:
         """Finish the bar, or write a last line."""
+        self.refresh()
         with self._lock:
             self._bar.close()
-            if self._lines and self._rows:
-                self._line()
 
     def summary(self) -> str:
-        """What was done, in words."""
+        """What this process did and at which rate, in words."""
+        rows, tokens = self._own
         seconds = time.monotonic() - self._begun
-        return (
-            f"{self._done_rows} rows, {self._done_shards} shards, {self._rates()} "
-            f"in {_duration(seconds)}"
-        )
+        return f"{rows} rows, {self._shards} shards, {self._rates(tokens)} in {_duration(seconds)}"
 
-    def _line(self) -> None:
-        self._last_line = time.monotonic()
-        seconds = self._last_line - self._begun
-        left = seconds * (self._rows - self._done_rows) / max(self._done_rows, 1)
+    def _counts(self) -> tuple[int, int]:
+        rows, tokens = self._others()
+        return self._own[0] + rows, self._own[1] + tokens
+
+    def _show_line(self) -> None:
+        self._last_shown = time.monotonic()
+        rows, tokens = self._counts()
+        left = (self._last_shown - self._begun) * (self._total - rows) / max(rows, 1)
         logger.info(
-            "%d of %d rows, %d of %d shards, %s, %s left",
-            self._done_rows,
-            self._rows,
-            self._done_shards,
-            self._shards,
-            self._rates(),
-            _duration(left),
+            "%d of %d rows, %s, %s left", rows, self._total, self._rates(tokens), _duration(left)
         )
 
-    def _rates(self) -> str:
+    def _rates(self, tokens: int) -> str:
         seconds = max(time.monotonic() - self._begun, 1e-9)
-        written = self._done_tokens * self._bytes_per_token
-        return f"{self._done_tokens / seconds:,.0f} tokens/s, {written / 1e9:.2f} GB written"
+        written = tokens * self._bytes_per_token
+        return f"{tokens / seconds:,.0f} tokens/s, {written / 1e9:.2f} GB written"
 
 
 def _duration(seconds: float) -> str:

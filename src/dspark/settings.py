@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,11 @@ class RunSettings:
     layer_ids: list[int]
     device: torch.device
     compute_dtype: torch.dtype
+
+    @property
+    def compute_dtype_name(self) -> str:
+        """The compute dtype as torch spells it, without the "torch."."""
+        return str(self.compute_dtype).removeprefix("torch.")
 
     @property
     def vocab_size(self) -> int:
@@ -110,6 +116,8 @@ def choose_device(device: str, compute_dtype: str) -> tuple[torch.device, torch.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
             logger.info("no CUDA device is there: running on the CPU")
+    if device == "cuda" and "LOCAL_RANK" in os.environ:  # under torchrun, one GPU per rank
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         chosen = torch.device(device)
     except RuntimeError as error:

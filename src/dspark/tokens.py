@@ -13,13 +13,9 @@ They are reused while every input file has the same size and time and every opti
 """
 
 import hashlib
-import itertools
 import json
-import multiprocessing
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,10 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dspark.chat import ChatEncoder, Conversation
-from dspark.errors import DataError, RowError
+from dspark.chat import Conversation
+from dspark.encoding import BadRow, Encoded
+from dspark.errors import DataError
 from dspark.publish import StagedFile, publish_bytes
-from dspark.rows import SourceRow
 
 TOKENS_NAME = "tokens.json"
 _ARRAYS: Mapping[str, npt.DTypeLike] = {
@@ -40,8 +36,6 @@ _ARRAYS: Mapping[str, npt.DTypeLike] = {
     "lengths": np.int64,
     "source_rows": np.int64,
 }
-_CHUNK_ROWS = 64
-_ROWS_BEFORE_WORKERS = 512  # starting processes costs more than this many rows
 
 
 @dataclass
@@ -104,15 +98,38 @@ class Tokens:
         return int(self._ids.max())
 
 
-@dataclass(frozen=True, slots=True)
-class _BadRow:
-    number: int
-    where: str
-    reason: str
-    message: str
+@dataclass(frozen=True)
+class RowRules:
+    """Which rows are kept.
 
+    Attributes:
+        skip_bad_rows: Whether a row that cannot be encoded is left out and counted; otherwise it
+            is an error.
+        min_loss_tokens: Rows with fewer supervised tokens are left out and counted.
+        max_samples: Stop after this many rows kept; None for all.
+    """
 
-_Encoded = tuple[int, Conversation] | _BadRow
+    skip_bad_rows: bool = False
+    min_loss_tokens: int = 0
+    max_samples: int | None = None
+
+    def keeps(self, item: Encoded) -> bool:
+        """Whether a row is kept."""
+        if isinstance(item, BadRow):
+            return False
+        return int(item[1].loss_mask.sum()) >= self.min_loss_tokens
+
+    def last_of_part(self) -> Callable[[Encoded], bool]:
+        """Return what tells, row by row, that no later row of the same part is asked for."""
+        kept = 0
+
+        def is_last(item: Encoded) -> bool:
+            nonlocal kept
+            kept += self.keeps(item)
+            stopped = isinstance(item, BadRow) and not self.skip_bad_rows
+            return stopped or kept == self.max_samples
+
+        return is_last
 
 
 def load_tokens(directory: Path, key: Mapping[str, Any]) -> Tokens | None:
@@ -139,45 +156,36 @@ def load_tokens(directory: Path, key: Mapping[str, Any]) -> Tokens | None:
 
 def write_tokens(
     directory: Path,
-    rows: Iterable[SourceRow],
-    encoder: ChatEncoder,
+    encoded: Generator[Encoded, None, None],
+    rules: RowRules,
     *,
     key: Mapping[str, Any],
-    num_workers: int,
-    skip_bad_rows: bool = False,
-    min_loss_tokens: int = 0,
-    max_samples: int | None = None,
     on_row: Callable[[], object] = lambda: None,
 ) -> Tokens:
-    """Render, check and tokenize every row, keep the result in `directory` and map it.
+    """Keep the encoded rows in `directory` and map them.
 
     Args:
         directory: Where the files go; created if needed.
-        rows: The input, in order.
-        encoder: Makes ids and mask of a row.
+        encoded: The rows, in the order of the source.
+        rules: Which of them are kept.
         key: See `load_tokens`.
-        num_workers: Processes that encode; 1 encodes in this one, as do short inputs.
-        skip_bad_rows: Whether a row that cannot be encoded is left out and counted.
-        min_loss_tokens: Rows with fewer supervised tokens are left out and counted.
-        max_samples: Stop after this many rows kept.
         on_row: Called after every row, for progress.
 
     Raises:
-        DataError: If a row is bad and `skip_bad_rows` is off, or no row is kept.
+        DataError: If a row is bad and the rules do not skip it, or no row is kept.
         OSError: If the disk refuses.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / TOKENS_NAME).unlink(missing_ok=True)
-    encoded = _encode_rows(rows, encoder, num_workers)
     with ExitStack() as stack:
         stack.enter_context(closing(encoded))
         writer = _Writer(
             {name: stack.enter_context(StagedFile(directory / f"{name}.bin")) for name in _ARRAYS}
         )
         for item in encoded:
-            _keep_or_count(writer, item, skip_bad_rows, min_loss_tokens)
+            _keep_or_count(writer, item, rules)
             on_row()
-            if writer.counts.rows == max_samples:
+            if writer.counts.rows == rules.max_samples:
                 break
         if not writer.counts.rows:
             raise DataError(f"no row is left to train on: {_explain_none(writer.counts)}")
@@ -226,19 +234,17 @@ class _Writer:
         self._ends[name] += len(data)
 
 
-def _keep_or_count(
-    writer: _Writer, item: _Encoded, skip_bad_rows: bool, min_loss_tokens: int
-) -> None:
+def _keep_or_count(writer: _Writer, item: Encoded, rules: RowRules) -> None:
     writer.counts.source_rows += 1
-    if isinstance(item, _BadRow):
-        if not skip_bad_rows:
+    if isinstance(item, BadRow):
+        if not rules.skip_bad_rows:
             raise DataError(
                 f"{item.where}: {item.message}. Correct the row, or leave such rows out with "
                 "--on-bad-row skip."
             )
         writer.skipped[item.reason] += 1
-    elif int(item[1].loss_mask.sum()) < min_loss_tokens:
-        writer.skipped[f"fewer than {min_loss_tokens} supervised tokens"] += 1
+    elif not rules.keeps(item):
+        writer.skipped[f"fewer than {rules.min_loss_tokens} supervised tokens"] += 1
     else:
         writer.keep(*item)
 
@@ -247,57 +253,3 @@ def _explain_none(counts: TokenCounts) -> str:
     if not counts.source_rows:
         return "the input is empty. Check --input-data and --split."
     return f"all {counts.source_rows} rows were left out. Try without --on-bad-row skip to see why."
-
-
-def _encode_rows(
-    rows: Iterable[SourceRow], encoder: ChatEncoder, num_workers: int
-) -> Generator[_Encoded, None, None]:
-    """Yield the rows encoded, in order; in worker processes once there are enough of them."""
-    source = iter(rows)
-    head = source if num_workers == 1 else itertools.islice(source, _ROWS_BEFORE_WORKERS)
-    for row in head:
-        yield _encode_row(encoder, row)
-    first = next(source, None)
-    if first is None:
-        return
-    context = multiprocessing.get_context("forkserver")  # fork is unsafe beside torch's threads
-    with ProcessPoolExecutor(num_workers, context, _init_worker, (encoder,)) as pool:
-        pending: deque[Future[list[_Encoded]]] = deque()
-        try:
-            for chunk in _chunks(itertools.chain((first,), source)):
-                pending.append(pool.submit(_encode_chunk, chunk))
-                if len(pending) > 4 * num_workers:
-                    yield from pending.popleft().result()
-            while pending:
-                yield from pending.popleft().result()
-        except BrokenProcessPool as error:
-            raise DataError(
-                f"one of the {num_workers} processes that tokenize was killed, perhaps for want of "
-                "memory. Run again with fewer --num-workers."
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _chunks(rows: Iterator[SourceRow]) -> Iterator[list[SourceRow]]:
-    while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
-        yield chunk
-
-
-def _encode_row(encoder: ChatEncoder, row: SourceRow) -> _Encoded:
-    try:
-        return row.number, encoder.encode(row.value())
-    except RowError as error:
-        return _BadRow(row.number, row.where, error.reason, str(error))
-
-
-_worker_encoder: ChatEncoder  # set once per worker process: sending it with every chunk is slow
-
-
-def _init_worker(encoder: ChatEncoder) -> None:
-    global _worker_encoder
-    _worker_encoder = encoder
-
-
-def _encode_chunk(rows: list[SourceRow]) -> list[_Encoded]:
-    return [_encode_row(_worker_encoder, row) for row in rows]

@@ -1,0 +1,150 @@
+"""CACHE/.dspark: what a run keeps for itself and the next one, and who may write.
+
+    writer.lock              held by a run that writes the whole cache
+    part-3-of-8.lock         held by one part of a run that several processes share
+    start.lock               held by a part for as long as it reads the input, or finishes
+    tokens-<hash>/           the tokenized input
+    weights.json             hashes of weight files
+    logs/                    what ranks other than the first have to say
+
+Nothing in it is part of the cache.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dspark.errors import CacheError
+from dspark.group import Group
+from dspark.identity import FileHashes
+from dspark.lock import WriterLock, lock_lives, read_lock
+from dspark.publish import remove_leftovers
+
+logger = logging.getLogger(__name__)
+
+_WRITER_LOCK, _START_LOCK = "writer.lock", "start.lock"
+_PART_LOCK = re.compile(r"part-(?P<part>\d+)-of-(?P<num_parts>\d+)\.lock")
+
+
+class Workplace:
+    """CACHE/.dspark, as one run uses it.
+
+    What a run puts here is kept only once it is accepted: a refused run leaves the directory as it
+    was, tokens of another input included.
+
+    Args:
+        path: The directory.
+        lock: What makes this run the one that writes its share; None on ranks other than the first.
+        owner: Whose temporary files this process writes; see `StagedFile`.
+        shared: Whether other processes may read the input of the same cache at this moment.
+
+    Attributes:
+        hashes: Hashes of weight files, remembered from run to run.
+    """
+
+    def __init__(self, path: Path, lock: WriterLock | None, *, owner: str, shared: bool) -> None:
+        self.path = path
+        self.owner = owner
+        self.hashes = FileHashes(path / "weights.json")
+        self._lock = lock
+        self._shared = shared
+        self._found = set(path.glob("tokens-*"))
+
+    def check_lock(self) -> None:
+        """Make sure that this run is still the one that writes.
+
+        Raises:
+            CacheError: If another run took its place.
+        """
+        if self._lock is not None:
+            self._lock.check()
+
+    def tokens(self, key: Mapping[str, Any]) -> Path:
+        """Return where the tokens decided by `key` lie."""
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        return self.path / f"tokens-{digest[:16]}"
+
+    def accept(self, tokens: Path) -> None:
+        """Keep what this run found out, and `tokens` as the only ones."""
+        self.hashes.save()
+        self._found = {tokens}
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep the other parts of the run out of input and manifest for as long as it takes."""
+        if not self._shared:
+            yield
+            return
+        with WriterLock(self.path / _START_LOCK, wait=True):
+            yield
+
+    def remove_rejected(self) -> None:
+        """Remove the tokens that are not those of the run accepted last."""
+        if self._lock is not None:
+            for directory in set(self.path.glob("tokens-*")) - self._found:
+                shutil.rmtree(directory)
+
+
+@contextlib.contextmanager
+def open_workplace(args: argparse.Namespace, group: Group) -> Iterator[Workplace]:
+    """Create the cache's directory if needed and become its writer, or one of its parts.
+
+    Raises:
+        CacheError: If a run that would be in the way lives in it.
+        OSError: If it cannot be written.
+    """
+    path = Path(args.output_dir) / ".dspark"
+    with contextlib.ExitStack() as stack:
+        if not group.is_first:
+            group.from_first("workplace", lambda: True)
+            _log_to_file(path / "logs" / f"rank-{group.rank}.log")
+            yield Workplace(path, None, owner=f"rank-{group.rank}", shared=False)
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        is_part = args.num_parts is not None
+        owner = f"part-{args.part}" if is_part else "run"
+        name = f"part-{args.part}-of-{args.num_parts}.lock" if is_part else _WRITER_LOCK
+        lock = stack.enter_context(WriterLock(path / name))
+        _refuse_other_writers(path, name, args.num_parts)
+        for leftover in _remove_leftovers(path, owner if is_part else None):
+            logger.info("removed %s, left by a run that died", leftover.name)
+        workplace = Workplace(path, lock, owner=owner, shared=is_part)
+        stack.callback(workplace.remove_rejected)
+        group.from_first("workplace", lambda: True)
+        yield workplace
+
+
+def _log_to_file(path: Path) -> None:
+    """Keep the terminal for rank 0."""
+    path.parent.mkdir(exist_ok=True)
+    root = logging.getLogger()
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(root.handlers[0].formatter if root.handlers else None)
+    root.handlers[:] = [handler]
+
+
+def _remove_leftovers(path: Path, owner: str | None) -> list[Path]:
+    return remove_leftovers(path.parent, owner=owner) + remove_leftovers(path, owner=owner)
+
+
+def _refuse_other_writers(path: Path, own_name: str, num_parts: int | None) -> None:
+    """Refuse to run beside a run of another kind, after this one has shown its own lock."""
+    for lock in sorted(path.glob("*.lock")):
+        match = _PART_LOCK.fullmatch(lock.name)
+        is_sibling = match is not None and match["num_parts"] == str(num_parts)
+        if lock.name in (own_name, _START_LOCK) or is_sibling:
+            continue
+        record = read_lock(lock)
+        if lock_lives(lock, record):
+            raise CacheError(
+                f"{path.parent} is being written by {lock.stem}: process {record.get('pid')} on "
+                f"{record.get('host')} since {record.get('since')}. All parts of a run need the "
+                "same --num-parts; wait for them, or stop them."
+            )
