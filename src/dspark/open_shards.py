@@ -154,19 +154,14 @@ OPEN_SHARDS = OpenShards()
 _threads: ThreadPoolExecutor | None = None
 
 
-def run_reads(tasks: Iterable[Task]) -> None:
-    """Run tasks, several at once, and return when none is running any more.
+def run_reads(tasks: Iterable[Task], *, at_once: int = READS_IN_FLIGHT) -> None:
+    """Run tasks, `at_once` of them at a time, and return when none is running any more.
 
     Raises:
         BaseException: The first one that a task raised; tasks not begun by then are dropped.
     """
-    remaining = list(tasks)
-    if len(remaining) < 2:
-        for task in remaining:
-            task()
-        return
-    remaining.reverse()
-    helpers = min(READS_IN_FLIGHT, len(remaining)) - 1
+    remaining = list(tasks)[::-1]
+    helpers = min(at_once, len(remaining)) - 1  # beside this thread
     futures = [_thread_pool().submit(_drain, remaining) for _ in range(helpers)]
     try:
         _drain(remaining)

@@ -25,6 +25,7 @@ from dspark.manifest import check_shard_indices, shard_path
 from dspark.open_shards import (
     MAX_OPEN_SHARDS,
     OPEN_SHARDS,
+    READS_IN_FLIGHT,
     OpenShard,
     ShardKey,
     Task,
@@ -46,6 +47,7 @@ Check = Literal["names", "headers", "checksums"]
 CHECKS: tuple[Check, ...] = ("names", "headers", "checksums")
 
 _PIECE_BYTES = 4 * 2**20  # a large row is read in pieces of this size, several at once
+_BYTES_WORTH_A_THREAD = 2**20  # waking a thread costs as much as reading some hundred kilobytes
 _SIZE_CHECK_THREADS = 16
 _SIZES_PER_TASK = 100
 _reader_numbers = count()
@@ -157,6 +159,8 @@ class ShardReader:
             CacheError: If a shard cannot be read or is not what it should be. `into` is undefined
                 then.
         """
+        at_once = 1 + sum(rows.nbytes for rows in into.values()) // _BYTES_WORTH_A_THREAD
+        at_once = min(at_once, READS_IN_FLIGHT)
         places = defaultdict(list)
         for place, row in enumerate(rows):
             places[row // self.shard_size].append((place, row % self.shard_size))
@@ -169,7 +173,8 @@ class ShardReader:
                     for place, row in places[shard]
                     for name in self.row_specs
                     for task in self._pieces(file, shard, row, name, into[name][place], tokens)
-                ]
+                ],
+                at_once=at_once,
             )
             del files  # or one batch of shards would stay open while the next is opened
         if self._check == "checksums":
@@ -179,7 +184,8 @@ class ShardReader:
                     for shard, pairs in places.items()
                     for place, row in pairs
                     for name in self.row_specs
-                ]
+                ],
+                at_once=at_once,
             )
 
     def _pieces(
