@@ -34,10 +34,22 @@ def write_tiny_cache(
     seq: int = SEQ,
     hidden: int = HIDDEN,
     lengths: list[int] | None = None,
+    masked_row: int | None = None,
+    **identity: Any,
 ) -> dict[str, Any]:
     """Write a cache of 11 rows in shards of 4, 4 and 3, and return its manifest.
 
-    Another `seed` is another run: other rows, other states, another identity.
+    Args:
+        cache_dir: A new directory.
+        seed: Another seed is another run: other rows, other states, another identity.
+        dtype: Of the states.
+        provenance: Whether the manifest has what only dspark's own runs write.
+        seq: Tokens of a padded row.
+        hidden: Width of the states.
+        lengths: Real tokens of each row.
+        masked_row: A row that is kept without states and without supervision, as a run does with
+            one whose states are not finite.
+        identity: Fields of ``provenance.identity`` that are not the usual ones.
     """
     cache_dir.mkdir(parents=True)
     lengths = lengths or LENGTHS
@@ -45,7 +57,10 @@ def write_tiny_cache(
     rows = [_random_row(length, seq, hidden, random) for length in lengths]
     manifest = _manifest(seed, dtype, len(rows), seq, hidden)
     if provenance:
-        manifest["provenance"] = _provenance(rows, lengths)
+        manifest["provenance"] = _provenance(rows, lengths, identity)
+    if masked_row is not None:
+        for key in rows[masked_row].keys() - {"input_ids"}:
+            rows[masked_row][key].zero_()
     write_manifest(str(cache_dir), manifest)
     embed, head = (
         SimpleNamespace(weight=torch.randn(VOCAB, hidden, generator=random)) for _ in range(2)
@@ -101,7 +116,9 @@ def _manifest(seed: int, dtype: str, rows: int, seq: int, hidden: int) -> dict[s
     )
 
 
-def _provenance(rows: list[dict[str, torch.Tensor]], lengths: list[int]) -> dict[str, Any]:
+def _provenance(
+    rows: list[dict[str, torch.Tensor]], lengths: list[int], identity: dict[str, Any]
+) -> dict[str, Any]:
     content = hashlib.sha256()
     for row, length in zip(rows, lengths, strict=True):
         content.update(np.int64(length).tobytes())
@@ -120,5 +137,6 @@ def _provenance(rows: list[dict[str, torch.Tensor]], lengths: list[int]) -> dict
             "compute_dtype": "float32",
             "pad_token_id": PAD,
             "rows_sha256": content.hexdigest(),
+            **identity,
         },
     }

@@ -34,7 +34,7 @@ from dspark.manifest import MANIFEST_NAME, identity_digest, manifest_path, shard
 from dspark.manifest_check import manifest_problems
 from dspark.plan import count_shards, shard_rows
 from dspark.shard_check import ExpectedShard, ShardCheck, TensorRules
-from dspark.shard_file import METADATA_KEY, Header, read_header
+from dspark.shard_file import METADATA_KEY, Header, decode_json, read_header
 from dspark.target_weights import (
     _TARGET_WEIGHTS_NAME,
     _WEIGHT_KEYS,
@@ -139,8 +139,8 @@ def _read_manifest(report: CacheReport) -> dict[str, Any] | None:
     report.blame(MANIFEST_NAME, *manifest_problems(text, manifest))
     if "provenance" not in manifest:
         report.unchecked.append(
-            "the manifest's descriptive fields and the headers of files that are not dspark's: "
-            "the manifest has no provenance, so it was not written by dspark.precompute"
+            "the manifest's own checksum, and those of the files' headers: it has no provenance "
+            "(dspark.precompute did not write it)"
         )
     return manifest
 
@@ -239,7 +239,11 @@ class _CacheCheck:
             self.header_digests[path.name] = header.digest
             faults = _weights_faults(header, self.manifest)
             if METADATA_KEY in header.metadata or not self.foreign:
-                check_target_weights(self.report.cache_dir, identity=self.identity)
+                record = decode_json(header.metadata.get(METADATA_KEY, "{}"), path)
+                nameless = self.foreign and record.get("identity") is None
+                check_target_weights(
+                    self.report.cache_dir, identity=None if nameless else self.identity
+                )
             else:
                 self.report.unchecked.append(f"the data of {path.name}: it has no checksums")
         except (OSError, CacheError) as error:

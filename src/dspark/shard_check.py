@@ -58,9 +58,9 @@ class ExpectedShard:
     Attributes:
         index: Its number.
         num_rows: Its rows.
-        identity: Digest that its record must have, or None for any.
+        identity: Digest that its record must have.
         record: All that it must record, where that is known; its digests are not looked at.
-        foreign: Whether it may lack a record: another tool wrote the cache.
+        foreign: Whether it may lack a record, or an identity in it: no run of dspark wrote it.
     """
 
     index: int
@@ -169,7 +169,8 @@ class ShardCheck:
         rows, tokens = expected.num_rows, _tokens(self.rules.row_specs)
         if found.index != expected.index:
             yield f"it was written as shard {found.index}, not {expected.index}"
-        if expected.identity is not None and found.identity != expected.identity:
+        nameless = expected.foreign and found.identity is None
+        if found.identity != expected.identity and not nameless:
             yield f"it is of another run: its identity is {found.identity}, not {expected.identity}"
         if len(found.lengths) != rows or max(found.lengths, default=0) > tokens:
             yield (
