@@ -38,8 +38,9 @@ class Background:
 
     def _run(self, task: Callable[[], None]) -> None:
         try:
-            if self._error is None:
-                task()
+            if self._error is not None:
+                raise self._error  # who waits for this task must not take it for done
+            task()
         except BaseException as error:
             self._error = self._error or error
             raise
