@@ -6,12 +6,13 @@ had arrives as null. Such nulls are dropped here: they count as absent.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dspark.errors import DataError
-from dspark.row_files import file_fingerprint
+from dspark.row_files import decompressed_copy, file_fingerprint
 
 if TYPE_CHECKING:
     import datasets
@@ -95,9 +96,12 @@ def open_parquet(files: Sequence[Path], *, named: Path, seed: int | None) -> Col
     import datasets
 
     try:
-        dataset = datasets.load_dataset(
-            "parquet", data_files=[str(path.resolve()) for path in files], split="train"
-        )
+        with TemporaryDirectory() as folder:
+            plain = [decompressed_copy(path.resolve(), Path(folder)) for path in files]
+            # Read into the library's own cache, so the copies are not needed afterwards.
+            dataset = datasets.load_dataset(
+                "parquet", data_files=list(map(str, plain)), split="train"
+            )
     except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
         cause = error.__cause__ or error
         raise DataError(f"{named} cannot be read as parquet: {cause}") from error

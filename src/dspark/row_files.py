@@ -7,6 +7,7 @@ inside a JSON string. A byte order mark, CRLF, blank lines and a missing final n
 import gzip
 import io
 import json
+import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,10 @@ import zstandard
 
 from dspark.errors import DataError
 
-_GZIP_MAGIC = b"\x1f\x8b"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _COMPRESSED = (".gz", ".zst", ".zstd")
 _BOM = b"\xef\xbb\xbf"
 _BUFFER = 1 << 20
+_PACKED_AT_ONCE = 1 << 16  # what it unpacks to is held in memory
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 SUFFIXES = (*LINE_SUFFIXES, ".json", ".parquet")
@@ -81,13 +81,68 @@ def _reading(path: Path) -> Iterator[IO[bytes]]:
 
 def _open_bytes(path: Path) -> IO[bytes]:
     """Open `path` for reading, decompressing gzip and zstd by content, whatever its name."""
+    packing = _packing(path)
+    if packing == "gzip":
+        return io.BufferedReader(gzip.open(path), _BUFFER)
+    file = path.open("rb", buffering=_BUFFER)
+    return io.BufferedReader(_ZstdReader(file), _BUFFER) if packing == "zstd" else file
+
+
+def _packing(path: Path) -> str | None:
     with path.open("rb") as file:
         magic = file.read(4)
-    if magic.startswith(_GZIP_MAGIC):
-        return io.BufferedReader(gzip.open(path, "rb"), _BUFFER)
-    if magic == _ZSTD_MAGIC:
-        return zstandard.open(path, "rb")  # type: ignore[no-any-return]
-    return path.open("rb", buffering=_BUFFER)
+    kinds = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+    return next((kind for begin, kind in kinds.items() if magic.startswith(begin)), None)
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompresses every frame of a file; zstandard's own stream ends a cut file in silence."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._engine = zstandard.ZstdDecompressor().decompressobj()
+        self._packed = b""
+        self._plain = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._plain:
+            within = self._packed or self._file.read(_PACKED_AT_ONCE)
+            if not within:
+                return self._end()
+            if self._engine.eof:
+                self._engine = zstandard.ZstdDecompressor().decompressobj()
+            self._plain = memoryview(self._engine.decompress(within))
+            self._packed = self._engine.unused_data
+        count = min(len(buffer), len(self._plain))
+        buffer[:count] = self._plain[:count]
+        self._plain = self._plain[count:]
+        return count
+
+    def _end(self) -> int:
+        if not self._engine.eof:
+            raise zstandard.ZstdError("the last frame is not finished")
+        return 0
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def decompressed_copy(path: Path, folder: Path) -> Path:
+    """Return `path`, or a plain copy of it in `folder` if it is compressed.
+
+    Raises:
+        DataError: If the compressed data is damaged.
+    """
+    if _packing(path) is None:
+        return path
+    copy = folder / f"{len(list(folder.iterdir()))}{data_suffix(path)}"
+    with _reading(path) as packed, copy.open("wb") as plain:
+        shutil.copyfileobj(packed, plain, _BUFFER)
+    return copy
 
 
 def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
