@@ -3,10 +3,9 @@
     python examples/train_from_cache.py demo/cache
 
 The draft sees the target's states after token i and the token that followed, and guesses the
-distribution of the one after that, which the target would need another forward for. Its loss is
-the total-variation distance to the target's distribution; one minus it is the rate at which
-speculative decoding would accept what the draft proposes. (A few dozen conversations are learnt by
-heart; a draft worth serving needs a cache of many thousands.)
+distribution of the one after that. Its loss is the total-variation distance to the target's; one
+minus it is the rate at which speculative decoding would accept what the draft proposes. (A few
+dozen conversations are learnt by heart; a draft worth serving needs many thousands.)
 """
 
 import argparse
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from dspark.cache import build_cached_dspark_dataloader, read_target_weight_modules
+from dspark.cache import build_cached_dspark_dataloader, read_target_weight_modules, target_logits
 
 
 class Draft(nn.Module):
@@ -33,13 +32,14 @@ class Draft(nn.Module):
 
 
 def supervised(loader, per_batch: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield the states after i, token i+1, the last state after i+1, and token i+2."""
+    """Yield states after i, token i+1, last state after i+1, token i+2, where that counts."""
     for batch in loader:
         where = batch["loss_mask"][:, 2:].bool()
         pick = torch.randperm(int(where.sum()))[:per_batch]
         ids, last = batch["input_ids"], batch["target_last_hidden_states"]
         columns = (batch["target_hidden_states"][:, :-2], ids[:, 1:-1], last[:, 1:-1], ids[:, 2:])
-        yield tuple(column[where][pick] for column in columns)
+        states, token, last, after = (column[where][pick] for column in columns)
+        yield states.float(), token, last.float(), after
 
 
 def main() -> None:
@@ -49,15 +49,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
     torch.manual_seed(0)
-    embed, head = (m.weight.float() for m in read_target_weight_modules(args.cache))
+    embed, head = read_target_weight_modules(args.cache)
+    embed.weight, head.weight = embed.weight.float(), head.weight.float()
     loader = build_cached_dspark_dataloader(cache_dir=args.cache, batch_size=2, shuffle=True)
 
-    hits, seen = 0, 0
-    for _, _, last, after in supervised(loader, per_batch=96):
-        hits += int((last.float() @ head.T).argmax(-1).eq(after).sum())
-        seen += len(after)
-    print(f"stored head on the stored states: next token right {hits} of {seen} times")
-    assert hits > 0.2 * seen, "the states do not belong to these tokens or to this head"
+    tries = supervised(loader, per_batch=96)
+    hit = torch.cat([target_logits(head, last).argmax(-1) == after for _, _, last, after in tries])
+    print(f"stored head on the stored states: next token right {hit.sum()} of {len(hit)} times")
+    assert hit.float().mean() > 0.2, "the states do not belong to these tokens or to this head"
 
     manifest = loader.dataset.manifest
     draft = Draft(manifest["target_hidden_dim"], manifest["hidden_size"])
@@ -66,8 +65,8 @@ def main() -> None:
         loader.sampler.set_epoch(epoch)
         losses = []
         for states, token, last, _ in supervised(loader, per_batch=96):
-            target = (last.float() @ head.T).softmax(-1)
-            guess = (draft(states.float(), embed[token]) @ head.T).softmax(-1)
+            target = target_logits(head, last).softmax(-1)
+            guess = target_logits(head, draft(states, embed.weight[token])).softmax(-1)
             loss = 0.5 * (guess - target).abs().sum(-1).mean()
             optimizer.zero_grad()
             loss.backward()
