@@ -1,11 +1,11 @@
 """The whole input, rendered, checked and tokenized once, on disk.
 
-    CACHE/.dspark/tokens/
+    CACHE/.dspark/tokens-<16 hex digits of what decides them>/
         input_ids.bin     int32 [tokens]    the kept rows, one after the other
         loss_mask.bin     uint8 [tokens]
         lengths.bin       int64 [rows]
         source_rows.bin   int64 [rows]      each kept row's number in the source
-        tokens.json       what was read, how, the counts, the hash; written last
+        tokens.json       what was read, how, the counts, checksums of the files; written last
 
 Every bad row, the number of rows and their size are known from here on, before the first forward.
 The files take about five bytes per token and are mapped into memory, so a million rows cost none.
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dspark.chat import Conversation
 from dspark.encoding import BadRow, Encoded
@@ -144,6 +145,8 @@ def load_tokens(directory: Path, key: Mapping[str, Any]) -> Tokens | None:
         if record["key"] != json.loads(json.dumps(key)):
             return None
         counts = TokenCounts(**record["counts"])
+        if record["xxh3_64"] != {name: _file_digest(directory, name) for name in _ARRAYS}:
+            return None
         sizes = (counts.tokens, counts.tokens, counts.rows, counts.rows)
         ids, mask, lengths, source_rows = (
             np.memmap(directory / f"{name}.bin", dtype, "r", shape=(size,))
@@ -152,6 +155,11 @@ def load_tokens(directory: Path, key: Mapping[str, Any]) -> Tokens | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, or not whole: they are made again
     return Tokens(directory, counts, lengths, source_rows, ids, mask, np.cumsum(lengths))
+
+
+def _file_digest(directory: Path, name: str) -> str:
+    with (directory / f"{name}.bin").open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def write_tokens(
@@ -190,7 +198,8 @@ def write_tokens(
         if not writer.counts.rows:
             raise DataError(f"no row is left to train on: {_explain_none(writer.counts)}")
         counts = writer.finish()
-    record = {"key": dict(key), "counts": asdict(counts)}
+    digests = {name: _file_digest(directory, name) for name in _ARRAYS}
+    record = {"key": dict(key), "counts": asdict(counts), "xxh3_64": digests}
     publish_bytes(directory / TOKENS_NAME, json.dumps(record, indent=1).encode())
     tokens = load_tokens(directory, key)
     assert tokens is not None, f"{directory} was written but cannot be read"
