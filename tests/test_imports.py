@@ -12,7 +12,10 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "dspark"
 
 # group: (its modules, the groups that it may import besides itself), from bottom to top.
 GROUPS = {
-    "base": ("errors publish plan background lock group interrupts progress terminal options", ""),
+    "base": (
+        "errors publish plan background lock group interrupts progress terminal options logits",
+        "",
+    ),
     "disk": (
         "manifest shard_file shard_writer shard_check shard_reader open_shards batch_memory "
         "worker_memory sampler cache_loader offline_cache",
@@ -22,13 +25,13 @@ GROUPS = {
     "input": ("split_slice row_files columns rows", "base"),
     "chat": ("messages watch template habits rendered alignment mask chat", "base"),
     "tokens": ("tokens", "base input chat"),
-    "target": ("logits head layers recorder capture target_check target", "base"),
+    "target": ("head layers recorder capture target_check target", "base"),
     "verify": (
         "directory_check manifest_check cache_content cache_check recompute verify",
         "base disk schema target",
     ),
     "command": (
-        "staging pipeline forecast identity settings run precompute",
+        "staging pipeline forecast identity settings run_log run precompute",
         "base disk schema input chat tokens target verify",
     ),
 }
