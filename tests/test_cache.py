@@ -353,3 +353,12 @@ def test_of_several_templates_the_one_in_use_is_hashed():
     several = SimpleNamespace(chat_template={"default": "d", "tool_use": "t"})
     one = SimpleNamespace(chat_template="d")
     assert tokenizer_chat_template_sha256(several) == tokenizer_chat_template_sha256(one)
+
+
+def test_a_cache_whose_manifest_ends_with_the_layer_ids_is_read(tmp_path):
+    cache_dir = make_cache(tmp_path / "new" / "cache")
+    fields = list(a_manifest())
+    old = fields[2 : fields.index("target_layer_ids") + 1]  # neither complete nor any input
+    write_manifest(cache_dir, {"format_version": 1} | {key: a_manifest()[key] for key in old})
+    dataset = CachedDSparkDataset(cache_dir)
+    assert torch.equal(dataset[4]["input_ids"], some_samples([4], first_row=4)["input_ids"][0])

@@ -145,6 +145,7 @@ def write_shard(cache_dir: str, shard_index: int, samples: dict[str, torch.Tenso
     )
     tensors = {key: samples[key] for key in CACHE_KEYS}
     path = shard_path(cache_dir, shard_index)
+    Path(cache_dir).mkdir(parents=True, exist_ok=True)
     write_whole_shard(Path(path), tensors, metadata=metadata, padded=_PADDED_KEYS)
     return path
 
@@ -212,7 +213,8 @@ class CachedDSparkDataset(CachedTensorDataset):
             padded=_PADDED_KEYS if pad_id is None else dict.fromkeys(_PADDED_KEYS, pad_id),
             num_rows=num_samples,
             shard_size=shard_size,
-            identity=identity_digest(self.manifest),
+            # Without provenance, fields may have been added or removed since the shards were written.
+            identity=identity_digest(self.manifest) if "provenance" in self.manifest else None,
             check=check,
             mmap=mmap,
         )

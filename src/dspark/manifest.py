@@ -87,7 +87,7 @@ def abridged(values: Collection[int], *, most: int = 8) -> str:
 
 
 def write_json_manifest(cache_dir: str, manifest: Mapping[str, Any], *, owner: str = "run") -> str:
-    """Publish a manifest in one step, keys sorted.
+    """Publish a manifest in one step, keys sorted; create `cache_dir` if needed.
 
     Returns:
         Its path.
@@ -96,6 +96,7 @@ def write_json_manifest(cache_dir: str, manifest: Mapping[str, Any], *, owner: s
         OSError: If it cannot be written; an older manifest is then still whole.
     """
     path = manifest_path(cache_dir)
+    Path(cache_dir).mkdir(parents=True, exist_ok=True)
     publish_bytes(Path(path), manifest_text(manifest).encode(), owner=owner)
     return path
 

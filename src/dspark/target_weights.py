@@ -82,6 +82,7 @@ def write_target_weights(
         record["logits"] = transform.extras
     data_start = len(encode_header(places, {METADATA_KEY: json.dumps(record, sort_keys=True)}))
     path = _target_weights_path(cache_dir)
+    Path(cache_dir).mkdir(parents=True, exist_ok=True)
     with StagedFile(Path(path)) as file:
         for name, weight in weights.items():
             data = raw_bytes(weight.detach().to("cpu", dtype).contiguous())
