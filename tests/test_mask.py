@@ -141,7 +141,7 @@ class TestTags:
     def test_the_mask_is_the_one_transformers_makes(self) -> None:
         template = TEMPLATES["tag"].replace("{%- generation -%}", "{% generation %}")
         tokenizer = tiny_tokenizer(template)
-        row = chat("q1", "a1 one two", "q2", " a2\n")
+        row = chat("q1", "a1 one two", "q2", "a2")
         theirs = tokenizer.apply_chat_template(
             row["messages"], return_dict=True, return_assistant_tokens_mask=True
         )

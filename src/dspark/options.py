@@ -69,14 +69,22 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def _add_target(group: argparse._ArgumentGroup) -> None:
+def add_model_options(group: argparse._ArgumentGroup, *, required: bool) -> None:
+    """Add the flags that name the target, which other commands share."""
     group.add_argument(
-        "--target-model", required=True, metavar="NAME", help="Hub id or directory of the target"
+        "--target-model",
+        required=required,
+        metavar="NAME",
+        help="Hub id or directory of the target",
     )
     group.add_argument("--revision", metavar="REV", help="Hub branch, tag or commit of the target")
     group.add_argument(
         "--trust-remote-code", action="store_true", help="run code that comes with the model"
     )
+
+
+def _add_target(group: argparse._ArgumentGroup) -> None:
+    add_model_options(group, required=True)
     group.add_argument(
         "--target-attn-implementation",
         metavar="KIND",
@@ -104,10 +112,11 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_data(group: argparse._ArgumentGroup) -> None:
+def add_chat_options(group: argparse._ArgumentGroup, *, required: bool) -> None:
+    """Add the flags that say which conversations and what of them is supervised."""
     group.add_argument(
         "--input-data",
-        required=True,
+        required=required,
         nargs="+",
         action="extend",
         metavar="PATH",
@@ -123,12 +132,6 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         help="order of Hub, parquet and saved datasets; JSON keeps file order (default: 42)",
     )
     group.add_argument("--no-shuffle", action="store_true", help="keep file order everywhere")
-    group.add_argument(
-        "--max-samples",
-        type=at_least(1),
-        metavar="N",
-        help="stop after this many rows kept",
-    )
     group.add_argument(
         "--chat-template",
         metavar="TEMPLATE",
@@ -149,6 +152,16 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         "--mask-generation-prompt",
         action="store_true",
         help="leave the generation prompt at the head of each answer out of the loss mask",
+    )
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    add_chat_options(group, required=True)
+    group.add_argument(
+        "--max-samples",
+        type=at_least(1),
+        metavar="N",
+        help="stop after this many rows kept",
     )
     group.add_argument(
         "--on-bad-row",
