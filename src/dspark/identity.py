@@ -81,7 +81,8 @@ def _read_memory(memory: Path) -> Mapping[str, Any]:
         known = json.loads(memory.read_bytes())
     except (OSError, ValueError):
         return {}  # never written, or not whole: the files are hashed again
-    return known if isinstance(known, dict) else {}
+    entries = known.items() if isinstance(known, dict) else ()
+    return {path: entry for path, entry in entries if isinstance(entry, dict)}
 
 
 def _hash_file(path: Path) -> str:
