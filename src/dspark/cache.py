@@ -213,7 +213,7 @@ class CachedDSparkDataset(CachedTensorDataset):
             padded=_PADDED_KEYS if pad_id is None else dict.fromkeys(_PADDED_KEYS, pad_id),
             num_rows=num_samples,
             shard_size=shard_size,
-            # Without provenance, fields may have been added or removed since the shards were written.
+            # Without provenance, fields may have come or gone since the shards were written.
             identity=identity_digest(self.manifest) if "provenance" in self.manifest else None,
             check=check,
             mmap=mmap,

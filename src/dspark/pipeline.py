@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dspark.background import Background
+from dspark.bad_states import find_bad_state
 from dspark.capture import Target
 from dspark.errors import TargetError
 from dspark.forward import ShardClock, ShardSettings, forwards, shard_batches, shard_record
@@ -159,25 +160,6 @@ def _write_row(shard: _Shard, row: int, hidden_nC: Tensor, last_nH: Tensor) -> N
     shard.writer.write("loss_mask", place, mask)
     shard.writer.write("target_hidden_states", place, hidden_nC)
     shard.writer.write("target_last_hidden_states", place, last_nH)
-
-
-def find_bad_state(hidden_nC: Tensor, last_nH: Tensor, layer_ids: Sequence[int]) -> str | None:
-    """Describe the first state that is not finite, or return None.
-
-    Args:
-        hidden_nC: [n, L·H], the captured layers side by side.
-        last_nH: [n, H], the final state.
-        layer_ids: The L captured layers.
-    """
-    size = last_nH.shape[-1]
-    for states, names in ((hidden_nC, [f"layer {i}" for i in layer_ids]), (last_nH, ["the end"])):
-        # One pass and no temporary. Finite states may overflow the sum: only then look closely.
-        if torch.isfinite(states.sum(dtype=torch.float32)):
-            continue
-        for token, column in (~torch.isfinite(states)).nonzero()[:1].tolist():
-            value = states[token, column].item()
-            return f"the state of token {token} at {names[column // size]} is {value}"
-    return None
 
 
 def _publish(

@@ -92,6 +92,7 @@ def decide_settings(args: argparse.Namespace) -> RunSettings:
         args.target_model, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
     check_seq_length(config, seq_length=args.seq_length)
+    check_seq_length(config, seq_length=args.seq_length)
     layer_ids = choose_layers(
         args.target_layer_ids,
         num_layers=int(text_config_of(config).num_hidden_layers),

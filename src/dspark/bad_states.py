@@ -1,0 +1,60 @@
+"""States that are not finite: found before they are written, and told from a finished cache.
+
+A row with such a state either stops the run, or keeps its place with zero states and a zero loss
+mask. Which rows those are follows from the shards alone, so that a resumed run knows as well.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from dspark.forward import ShardSettings
+from dspark.manifest import shard_path
+from dspark.plan import count_shards, shard_rows
+from dspark.shard_file import read_header, shard_metadata
+from dspark.tokens import Tokens
+
+
+def find_bad_state(hidden_nC: Tensor, last_nH: Tensor, layer_ids: Sequence[int]) -> str | None:
+    """Describe the first state that is not finite, or return None.
+
+    Args:
+        hidden_nC: [n, L·H], the captured layers side by side.
+        last_nH: [n, H], the final state.
+        layer_ids: The L captured layers.
+    """
+    size = last_nH.shape[-1]
+    for states, names in ((hidden_nC, [f"layer {i}" for i in layer_ids]), (last_nH, ["the end"])):
+        # One pass and no temporary. Finite states may overflow the sum: only then look closely.
+        if torch.isfinite(states.sum(dtype=torch.float32)):
+            continue
+        for token, column in (~torch.isfinite(states)).nonzero()[:1].tolist():
+            value = states[token, column].item()
+            return f"the state of token {token} at {names[column // size]} is {value}"
+    return None
+
+
+def masked_rows(cache_dir: str, tokens: Tokens, settings: ShardSettings) -> Iterator[int]:
+    """Yield the rows of a cache that were kept with zero states: their mask is not the input's.
+
+    Args:
+        cache_dir: The cache, with every shard in place.
+        tokens: The tokenized input.
+        settings: What decides the shards' content.
+
+    Raises:
+        CacheError: If the header of a shard cannot be read.
+    """
+    num_shards = count_shards(num_rows=tokens.counts.rows, shard_size=settings.shard_size)
+    for index in range(num_shards):
+        path = Path(shard_path(cache_dir, index))
+        found = shard_metadata(read_header(path), path)
+        digests = found.digests["loss_mask"] if found else ()
+        rows = shard_rows(index, num_rows=tokens.counts.rows, shard_size=settings.shard_size)
+        for row, digest in zip(rows, digests, strict=True):
+            _, mask = tokens.row(row)
+            if xxhash.xxh3_64_hexdigest(mask.astype("int64").tobytes()) != digest:
+                yield row
