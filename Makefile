@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 export PYTHON VENV
 
-.PHONY: help install model check test demo test-floor format clean
+.PHONY: help install model check test faults demo test-floor format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -24,6 +24,9 @@ check: install
 test: install model
 	scripts/check
 	scripts/test
+
+faults: install
+	scripts/faults
 
 demo: install model
 	scripts/demo

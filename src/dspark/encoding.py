@@ -7,6 +7,9 @@ rows into a file of its own, from which rank 0 reads all of them back in the ord
 import itertools
 import json
 import multiprocessing
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dspark.chat import ChatEncoder, Conversation
-from dspark.errors import DataError, RowError
+from dspark.errors import RowError
 from dspark.rows import SourceRow
 
 _CHUNK_ROWS = 64
@@ -57,7 +60,7 @@ def encode_rows(
         num_workers: Processes that encode; 1 encodes in this one, as do short inputs.
 
     Raises:
-        DataError: If a worker process is killed.
+        ChildProcessError: If a worker process is killed.
     """
     source = iter(rows)
     head = source if num_workers == 1 else itertools.islice(source, _ROWS_BEFORE_WORKERS)
@@ -77,9 +80,9 @@ def encode_rows(
             while pending:
                 yield from pending.popleft().result()
         except BrokenProcessPool as error:
-            raise DataError(
+            raise ChildProcessError(
                 f"one of the {num_workers} processes that tokenize was killed, perhaps for want of "
-                "memory. Run again with fewer --num-workers."
+                "memory: try fewer --num-workers."
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
@@ -107,7 +110,7 @@ def write_part(
         is_last: Whether nothing after a row will be asked for.
 
     Raises:
-        DataError: If a worker process is killed.
+        ChildProcessError: If a worker process is killed.
         OSError: If the disk refuses.
     """
     chosen = (row for place, row in enumerate(rows) if place // _CHUNK_ROWS % num_shares == share)
@@ -177,6 +180,17 @@ _worker_encoder: ChatEncoder  # set once per worker process: sending it with eve
 def _init_worker(encoder: ChatEncoder) -> None:
     global _worker_encoder
     _worker_encoder = encoder
+    for signum in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the parent decides
+        signal.signal(signum, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that it works for is gone: it would wait for rows forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+    parent.join()
+    os._exit(1)
 
 
 def _encode_chunk(rows: list[SourceRow]) -> list[Encoded]:

@@ -22,6 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data(parser.add_argument_group("data"))
     _add_cache(parser.add_argument_group("cache"))
     _add_run(parser.add_argument_group("run"))
+    # What `main` knows and a caller of `_run` may not.
+    parser.set_defaults(command="", command_to_continue="the same command with --resume")
     return parser
 
 

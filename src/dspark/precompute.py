@@ -12,6 +12,7 @@ goes on with the same command and ``--resume``.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -19,12 +20,13 @@ import shlex
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dspark.errors import CacheError, TargetError
-from dspark.interrupts import PeerFailed, Stopped
+from dspark.interrupts import PeerFailed, Stopped, stopping_at_once
 from dspark.manifest import existing_shard_indices, manifest_path
 from dspark.options import build_parser as _build_parser
 from dspark.options import validate_args as _validate_args
@@ -63,9 +65,11 @@ def main(argv: list[str] | None = None) -> int:
     # tokenizer that is used before a fork would say so at length.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     resume = [] if args.resume else ["--resume"]
+    args.command = shlex.join(["python", "-m", "dspark.precompute", *argv])
     args.command_to_continue = shlex.join(["python", "-m", "dspark.precompute", *argv, *resume])
     try:
-        return _run(args)
+        with stopping_at_once(), _telling_how_to_go_on(args, _is_interruption):
+            return _run(args)
     except KeyboardInterrupt as error:
         return _fail("interrupted", error, 128 + signal.SIGINT)
     except Stopped as error:
@@ -80,9 +84,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fail(message: str, error: BaseException, code: int) -> int:
-    notes = getattr(error, "__notes__", [])
-    print(" ".join([f"dspark.precompute: error: {message}", *notes]), file=sys.stderr)
+    text = "\n".join([f"dspark.precompute: error: {message}", *getattr(error, "__notes__", [])])
+    print(" ".join(line.strip() for line in text.splitlines()), file=sys.stderr)
     return code
+
+
+@contextlib.contextmanager
+def _telling_how_to_go_on(
+    args: argparse.Namespace, concerns: Callable[[BaseException], bool]
+) -> Iterator[None]:
+    """Add to the errors concerned the command that continues, unless they have it already."""
+    try:
+        yield
+    except BaseException as error:
+        if concerns(error) and not getattr(error, "__notes__", None):
+            error.add_note(f"Finished shards are kept; go on with: {args.command_to_continue}")
+        raise
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Whether what failed is the machine and not the request."""
+    if isinstance(error, OSError):  # those that dspark raises for a wrong request have no number
+        return error.errno is not None or isinstance(error, ChildProcessError)
+    return isinstance(error, KeyboardInterrupt | Stopped)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -161,12 +185,8 @@ def _carry_out(run: "Run", todo: str) -> int:
     if todo == "finish" and run.group.is_first:
         run.finish()
     if todo == "write":
-        try:
+        with _telling_how_to_go_on(run.settings.args, lambda error: True):
             run.write()
-        except BaseException as error:
-            command = getattr(run.settings.args, "command_to_continue", "--resume")
-            error.add_note(f"Finished shards are kept; go on with: {command}")
-            raise
     return 0
 
 
@@ -219,13 +239,13 @@ def _ensure_resume_compatible(
     recorded = read_manifest(cache_dir, allow_incomplete=True)
     fields = manifest_mismatch_fields(recorded, manifest)
     if fields:
-        lines = (
-            f"\n  {name}: cache {_field(recorded, name)}, this run {_field(manifest, name)}"
+        differences = (
+            f"{name}: cache {_field(recorded, name)}, this run {_field(manifest, name)}"
             for name in fields
         )
         raise CacheError(
-            f"the cache in {cache_dir} does not match this run:{''.join(lines)}\n"
-            "Give the settings it was begun with, or another --output-dir."
+            f"the cache in {cache_dir} does not match this run: {'; '.join(differences)}. Give the "
+            "settings it was begun with, or another --output-dir."
         )
 
 

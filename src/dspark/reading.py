@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ from dspark.identity import target_identity, tokenizer_identity
 from dspark.manifest import identity_digest
 from dspark.rows import RowSource, open_rows
 from dspark.run import Run
+from dspark.run_log import library_versions
 from dspark.settings import RunSettings
 from dspark.tokens import RowRules, Tokens, load_tokens, write_tokens
 from dspark.workplace import Workplace
 
 logger = logging.getLogger(__name__)
-
-_VERSIONS_OF = ("dspark", "torch", "transformers", "tokenizers", "safetensors", "datasets")
 
 
 def read_input(
@@ -67,7 +65,7 @@ def read_input(
             f"the input has token id {tokens.largest_id}, but {args.target_model} embeds only "
             f"{settings.vocab_size}. Is this the tokenizer of the target?"
         )
-    created_with = begun.get("created_with") or group.from_first("versions", _versions)
+    created_with = begun.get("created_with") or group.from_first("versions", library_versions)
     manifest = settings.manifest(num_samples=tokens.counts.rows) | {
         "provenance": {
             "counts": asdict(tokens.counts),
@@ -138,7 +136,7 @@ def _read_tokens(
         "manifest": settings.manifest(num_samples=1),
         "rules": asdict(rules),
         "tokenizer_sha256": tokenizer_identity(settings.tokenizer),
-        "versions": _versions(),
+        "versions": library_versions(),
         **pinned,
     }
     directory = workplace.tokens(key)
@@ -192,10 +190,6 @@ def _make_tokens(
             part.unlink()
 
     group.from_first("tokens-written", write)
-
-
-def _versions() -> dict[str, str]:
-    return {package: version(package) for package in _VERSIONS_OF}
 
 
 def _report_tokens(tokens: Tokens, seq_length: int) -> None:

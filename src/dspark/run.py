@@ -36,6 +36,7 @@ from dspark.manifest_check import finished_manifest
 from dspark.pipeline import follow_shards, write_shards
 from dspark.plan import count_shards, deal_shards, shard_rows
 from dspark.progress import Progress
+from dspark.run_log import describe_run, noted_run
 from dspark.settings import RunSettings
 from dspark.shard_check import check_shard
 from dspark.target import check_target, load_target
@@ -154,16 +155,17 @@ class Run:
             PeerFailed: If another rank failed.
             OSError: If the disk refuses.
         """
-        if self.missing or self.weights_missing:
-            target = self._load_target()
-            if self.weights_missing and self.group.is_first:
-                write_target_weights(
-                    self.cache_dir, target.embed_tokens, target.lm_head, self.shards.dtype
-                )
-            self._compute(target)
-        if self.group.is_first:
-            with self.workplace.alone():
-                self._finish()
+        with self._noted():
+            if self.missing or self.weights_missing:
+                target = self._load_target()
+                if self.weights_missing and self.group.is_first:
+                    write_target_weights(
+                        self.cache_dir, target.embed_tokens, target.lm_head, self.shards.dtype
+                    )
+                self._compute(target)
+            if self.group.is_first:
+                with self.workplace.alone():
+                    self._finish()
 
     def finish(self) -> None:
         """Mark a cache complete whose parts are all done.
@@ -179,6 +181,19 @@ class Run:
                 "or the whole command with --resume."
             )
         self._finish()
+
+    def _noted(self) -> contextlib.AbstractContextManager[None]:
+        """Note in the run log when this run begins and how it ends; once per group."""
+        if not self.group.is_first:
+            return contextlib.nullcontext()
+        run = describe_run(
+            command=self.settings.args.command,
+            batch_size=self.shards.batch_size,
+            device=self.settings.device,
+            ranks=self.group.world_size,
+            tensor_parallel=self.group.tensor_parallel,
+        )
+        return noted_run(self.workplace.run_log, run)
 
     def _deal(self, indices: Sequence[int], num_shares: int) -> list[list[int]]:
         tokens = {index: int(self.tokens.lengths[self._rows(index)].sum()) for index in indices}

@@ -5,6 +5,7 @@
     start.lock               held by a part for as long as it reads the input, or finishes
     tokens-<hash>/           the tokenized input
     weights.json             hashes of weight files
+    runs.jsonl               every run that wrote, and how it ended; runs-part-3.jsonl for a part
     logs/                    what ranks other than the first have to say
 
 Nothing in it is part of the cache.
@@ -57,6 +58,11 @@ class Workplace:
         self._shared = shared
         self._found = set(path.glob("tokens-*"))
 
+    @property
+    def run_log(self) -> Path:
+        """Where this run notes that it was."""
+        return self.path / (f"runs-{self.owner}.jsonl" if self._shared else "runs.jsonl")
+
     def check_lock(self) -> None:
         """Make sure that this run is still the one that writes.
 
@@ -72,9 +78,17 @@ class Workplace:
         return self.path / f"tokens-{digest[:16]}"
 
     def accept(self, tokens: Path) -> None:
-        """Keep what this run found out, and `tokens` as the only ones."""
+        """Keep what this run found out and `tokens` alone; remove what runs that died left."""
         self.hashes.save()
         self._found = {tokens}
+        if self._lock is None:
+            return
+        owner = self.owner if self._shared else None
+        leftovers = remove_leftovers(self.path.parent, owner=owner)
+        leftovers += remove_leftovers(self.path, owner=owner)
+        leftovers += remove_leftovers(tokens)  # nobody else is at them now: see `alone`
+        for leftover in leftovers:
+            logger.info("removed %s, left by a run that died", leftover.name)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -113,8 +127,6 @@ def open_workplace(args: argparse.Namespace, group: Group) -> Iterator[Workplace
         name = f"part-{args.part}-of-{args.num_parts}.lock" if is_part else _WRITER_LOCK
         lock = stack.enter_context(WriterLock(path / name))
         _refuse_other_writers(path, name, args.num_parts)
-        for leftover in _remove_leftovers(path, owner if is_part else None):
-            logger.info("removed %s, left by a run that died", leftover.name)
         workplace = Workplace(path, lock, owner=owner, shared=is_part)
         stack.callback(workplace.remove_rejected)
         group.from_first("workplace", lambda: True)
@@ -128,10 +140,6 @@ def _log_to_file(path: Path) -> None:
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(root.handlers[0].formatter if root.handlers else None)
     root.handlers[:] = [handler]
-
-
-def _remove_leftovers(path: Path, owner: str | None) -> list[Path]:
-    return remove_leftovers(path.parent, owner=owner) + remove_leftovers(path, owner=owner)
 
 
 def _refuse_other_writers(path: Path, own_name: str, num_parts: int | None) -> None:

@@ -1,0 +1,118 @@
+"""The command, run over and over: in forked children of one warm process, or as it is."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from injection import Fault, to_json
+from tiny_target import cache_files, command_line
+
+HERE = Path(__file__).parent
+SECONDS = 120  # nothing here takes longer, on the slowest machine
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended: its exit code, negative for a signal, and what it printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def last_line(self) -> str:
+        return self.stderr.rstrip("\n").rpartition("\n")[2]
+
+
+class Forked:
+    """A run in a child of the fork server."""
+
+    def __init__(self, server: Path, argv: Sequence[str], faults: list[Fault], output: Path):
+        self._output = output
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(SECONDS)
+        self._socket.connect(str(server))
+        self._answers: IO[bytes] = self._socket.makefile("rwb")
+        request = {"argv": list(argv), "faults": to_json(faults), "output": str(output)}
+        self._answers.write(json.dumps(request).encode() + b"\n")
+        self._answers.flush()
+        self.pid = int(self._answers.readline())
+
+    def wait(self) -> Ended:
+        code = int(self._answers.readline())
+        self._answers.close()
+        self._socket.close()
+        return Ended(code, *((self._output / name).read_text() for name in ("stdout", "stderr")))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A target, its chats, the cache of an undisturbed run, and how to run the command again."""
+
+    target: Path
+    chats: Path
+    reference: Path
+    server: Path
+    output: Path
+
+    def argv(self, cache: Path, *options: str) -> list[str]:
+        return [*command_line(self.target, self.chats, cache), *options]
+
+    def start(self, cache: Path, *options: str, faults: Sequence[Fault] = ()) -> Forked:
+        output = self.output / f"run-{len(list(self.output.iterdir()))}"
+        output.mkdir()
+        return Forked(self.server, self.argv(cache, *options), list(faults), output)
+
+    def run(self, cache: Path, *options: str, faults: Sequence[Fault] = ()) -> Ended:
+        return self.start(cache, *options, faults=faults).wait()
+
+    def process(
+        self, cache: Path, *options: str, faults: Sequence[Fault] = ()
+    ) -> subprocess.Popen[str]:
+        """Start the command as a user would, or with faults put in."""
+        begin = ["-m", "dspark.precompute"]
+        if faults:
+            begin = [str(HERE / "injection.py"), to_json(list(faults))]
+        return subprocess.Popen(
+            [sys.executable, *begin, *self.argv(cache, *options)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def check_published(self, cache: Path) -> set[str]:
+        """Make sure that every shard under a final name is right, and return their names."""
+        right = cache_files(self.reference)
+        found = cache_files(cache)
+        manifest = found.pop("manifest.json", None)
+        for name, data in found.items():
+            assert data == right[name], f"{name} was published and is not right"
+        if manifest is not None and json.loads(manifest)["complete"]:
+            assert found.keys() | {"manifest.json"} == right.keys()
+        return set(found)
+
+    def check_finished(self, cache: Path) -> None:
+        """Make sure that the cache is, byte for byte, the undisturbed one, and nothing is left."""
+        assert cache_files(cache) == cache_files(self.reference)
+        assert {path.name for path in cache.iterdir()} == {
+            path.name for path in self.reference.iterdir()
+        }
+        left = [path for path in cache.rglob(".*") if path != cache / ".dspark"]
+        left += [path for path in (cache / ".dspark").iterdir() if "lock" in path.name]
+        assert not left, f"left behind: {left}"
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there."""
+    end = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.005)
