@@ -5,8 +5,11 @@ import importlib
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from learnable_cache import next_token_cache
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -112,6 +115,14 @@ def test_every_make_target_and_script_in_the_documents_exists(document):
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
     for script in re.findall(r"`((?:scripts|examples|benchmarks|docs|tests|src)/[\w./-]+)`", text):
         assert (ROOT / script).exists(), f"{document.name} names {script}"
+
+
+def test_the_training_loop_in_readme_runs(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    cache = next_token_cache(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block.replace("demo/cache", cache), names)
+    assert names["target"].shape == (2 * 40, 16)
 
 
 def test_the_changelog_has_the_version_of_the_package():
