@@ -198,6 +198,11 @@ def test_the_state_of_another_order_is_refused_naming_what_differs(cache, tmp_pa
         build_loader(fewer.open(), batch_size=2, shuffle=True, seed=1).load_state_dict(state)
 
 
+def test_the_loader_itself_keeps_no_batch(cache):
+    batches = iter(build_loader(cache.open(), batch_size=2, shuffle=True))
+    assert len({next(batches)["states"].data_ptr() for _ in range(5)}) == 1
+
+
 def test_a_window_is_passed_on_to_the_order(tmp_path: Path):
     cache = write_cache(tmp_path, num_rows=12, shard_size=3)
     loader = build_loader(cache.open(), batch_size=3, shuffle=True, shuffle_window=1)

@@ -110,8 +110,11 @@ class CacheLoader(torch.utils.data.DataLoader[Batch]):
     ) -> Iterator[Batch]:
         # `blocks` has to live as long as the workers of this pass, whatever other passes begin.
         rows_per_step = self.batch_size * self.sampler.world_size
-        for batch in batches:
+
+        def count(batch: Batch) -> Batch:
             this.rows_done = min(this.rows_done + rows_per_step, self.sampler.num_rows)
-            yield batch
+            return batch
+
+        yield from map(count, batches)  # a loop's variable would keep the batch that was let go
         if self.sampler.epoch == this.epoch:
             self.sampler.set_epoch(this.epoch + 1)
