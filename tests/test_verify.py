@@ -20,9 +20,9 @@ from dspark.cache import (
     write_target_weights,
 )
 from dspark.cache_check import CacheReport, check_cache
+from dspark.cache_rows import spread_rows
 from dspark.errors import CacheError
 from dspark.manifest_check import finished_manifest
-from dspark.recompute import spread_rows
 from dspark.shard_check import TensorRules, check_shard
 from dspark.shard_file import ShardMetadata, read_header, shard_metadata
 from dspark.target import load_target

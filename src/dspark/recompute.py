@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dspark.cache import CachedDSparkDataset
+from dspark.cache_rows import CacheRow, CacheRows, spread_rows
 from dspark.capture import Target
 from dspark.errors import CacheError
 from dspark.target import load_target
@@ -48,7 +48,6 @@ class _RecordedRun:
     compute_dtype: str
     attn_implementation: str | None
     tolerance: float
-    has_lengths: bool
 
 
 @dataclass
@@ -95,12 +94,11 @@ def compare_with_target(
         TargetError: If the model cannot be loaded or its layers are not those of the cache.
         CacheError: If the cache cannot be read.
     """
-    dataset = CachedDSparkDataset(cache_dir)
-    dataset.trim = True  # a row read alone then has its real length
-    run = _recorded_run(dataset.manifest)
+    cache = CacheRows(cache_dir)
+    run = _recorded_run(cache.manifest)
     target = load_target(
         model,
-        layer_ids=dataset.manifest["target_layer_ids"],
+        layer_ids=cache.manifest["target_layer_ids"],
         device=_choose_device(device),
         compute_dtype=getattr(torch, run.compute_dtype),
         attn_implementation=run.attn_implementation,
@@ -109,21 +107,12 @@ def compare_with_target(
     )
     comparison = Comparison(model)
     _compare_weights(cache_dir, target, comparison)
-    rows = spread_rows(len(dataset), num_rows)
+    rows = spread_rows(len(cache), num_rows)
     on_begin(len(rows))
     for row in rows:
-        _compare_row(dataset, row, target, run, comparison)
+        _compare_row(cache.read(row), target, run.tolerance, comparison)
         on_row()
     return comparison
-
-
-def spread_rows(num_rows: int, count: int) -> list[int]:
-    """Return `count` rows, or all, spread evenly from the first to the last."""
-    if count >= num_rows:
-        return list(range(num_rows))
-    if count == 1:
-        return [num_rows // 2]
-    return [i * (num_rows - 1) // (count - 1) for i in range(count)]
 
 
 def _recorded_run(manifest: Mapping[str, Any]) -> _RecordedRun:
@@ -135,7 +124,7 @@ def _recorded_run(manifest: Mapping[str, Any]) -> _RecordedRun:
     """
     provenance = manifest.get("provenance")
     if not isinstance(provenance, dict):  # another tool's: computed in half precision at worst
-        return _RecordedRun("float32", None, _SAME_ROW["bfloat16"], has_lengths=False)
+        return _RecordedRun("float32", None, _SAME_ROW["bfloat16"])
     identity = provenance.get("identity", {})
     dtype, attention = identity.get("compute_dtype"), identity.get("attn_implementation")
     if dtype not in _SAME_ROW or attention not in _ATTENTION:
@@ -145,7 +134,7 @@ def _recorded_run(manifest: Mapping[str, Any]) -> _RecordedRun:
             "command with --resume instead: it uses the flags that it is given."
         )
     kind = None if attention == "default" else attention
-    return _RecordedRun(dtype, kind, _SAME_ROW[dtype], has_lengths=True)
+    return _RecordedRun(dtype, kind, _SAME_ROW[dtype])
 
 
 def _choose_device(device: str) -> str:
@@ -166,32 +155,23 @@ def _compare_weights(cache_dir: str, target: Target, comparison: Comparison) -> 
             )
 
 
-def _compare_row(
-    dataset: CachedDSparkDataset,
-    row: int,
-    target: Target,
-    run: _RecordedRun,
-    comparison: Comparison,
-) -> None:
-    sample = dataset[row]
-    length = len(sample["input_ids"])
-    if not run.has_lengths:  # what lies behind the last supervised token may be padding
-        length = int(sample["loss_mask"].nonzero()[-1:].sum()) + 1
-    ids_BS = sample["input_ids"][None, :length]
+def _compare_row(row: CacheRow, target: Target, tolerance: float, comparison: Comparison) -> None:
+    ids_BS = row.input_ids[None]
     captured = target.capture(ids_BS, torch.ones_like(ids_BS))
-    cached = sample["target_hidden_states"][:length].chunk(len(target.layer_ids), dim=-1)
     names = [f"layer {layer_id}" for layer_id in target.layer_ids]
     for name, stored_SH, state_BSH in zip(
         [*names, "the last state"],
-        [*cached, sample["target_last_hidden_states"][:length]],
+        [*row.layers, row.last],
         [*captured.layers, captured.last],
         strict=True,
     ):
-        share = _share_of_tolerance(stored_SH, state_BSH[0].cpu(), run.tolerance)
+        share = _share_of_tolerance(stored_SH, state_BSH[0].cpu(), tolerance)
         comparison.worst = max(comparison.worst, share)
         if not share <= 1:
             comparison.differences.append(
-                Difference(f"row {row}", f"{name} differs by {share:.3g} times what is tolerated")
+                Difference(
+                    f"row {row.number}", f"{name} differs by {share:.3g} times what is tolerated"
+                )
             )
     comparison.rows += 1
 
