@@ -12,10 +12,20 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BloomConfig,
+    CohereConfig,
     Gemma2Config,
     Gemma3Config,
+    Gemma3nTextConfig,
     GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    JambaConfig,
     LlamaConfig,
+    MambaConfig,
+    MllamaConfig,
+    OPTConfig,
+    PhiConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -105,5 +115,98 @@ def tiny_gemma3(**changes: Any) -> PreTrainedModel:
         image_token_index=100,
         boi_token_index=101,
         eoi_token_index=102,
+    )
+    return build(config, multimodal=True)
+
+
+def tiny_opt(**changes: Any) -> PreTrainedModel:
+    """The `model.decoder.layers` layout, positions counted from the attention mask."""
+    own = {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True}
+    return build(OPTConfig(**{**COMMON, **own, **changes}))
+
+
+def tiny_gpt_neox(**changes: Any) -> PreTrainedModel:
+    """The `gpt_neox.layers` layout, attention and MLP in parallel."""
+    return build(GPTNeoXConfig(**{**COMMON, "use_parallel_residual": True, **changes}))
+
+
+def tiny_phi(**changes: Any) -> PreTrainedModel:
+    """A head with a bias."""
+    return build(PhiConfig(**{**COMMON, "num_key_value_heads": 4, **changes}))
+
+
+def tiny_cohere(**changes: Any) -> PreTrainedModel:
+    """Parallel residual, tied head, logits multiplied by a scale."""
+    return build(CohereConfig(**{**COMMON, "logit_scale": 0.25, **changes}))
+
+
+def tiny_granite(**changes: Any) -> PreTrainedModel:
+    """Scaled embeddings and residuals, logits divided by a scale."""
+    own = {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
+    return build(GraniteConfig(**{**COMMON, **own, **changes}))
+
+
+def tiny_bloom(**changes: Any) -> PreTrainedModel:
+    """ALiBi instead of positions, a norm on the embedding."""
+    own = {"n_layer": 4, "n_head": 4, "hidden_size": 32, "vocab_size": VOCAB}
+    return build(BloomConfig(**{**own, "pad_token_id": 0, **changes}))
+
+
+def tiny_mamba(**changes: Any) -> PreTrainedModel:
+    """A state-space model; its `hidden_states` leave out the input of layer 0."""
+    own = {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 4, "vocab_size": VOCAB}
+    return build(MambaConfig(**{**own, "pad_token_id": 0, **changes}))
+
+
+def tiny_jamba(**changes: Any) -> PreTrainedModel:
+    """State-space and attention layers in turn, with experts in some."""
+    own = {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    }
+    return build(JambaConfig(**{**COMMON, **own, **changes}))
+
+
+def tiny_gemma3n(**changes: Any) -> PreTrainedModel:
+    """Four parallel residual streams: states [4, B, S, H] between the layers."""
+    own = {
+        "intermediate_size": [48] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "laurel_rank": 8,
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+    }
+    return build(Gemma3nTextConfig(**{**COMMON, **own, **changes}))
+
+
+def tiny_mllama(**changes: Any) -> PreTrainedModel:
+    """A multimodal wrapper whose layer 1 attends to an image and is skipped without one."""
+    text = {**COMMON, "cross_attention_layers": [1], "rope_scaling": None}
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+        "vision_output_dim": 32,
+        "intermediate_layers_indices": [1],
+        "supported_aspect_ratios": [[1, 1]],
+    }
+    config = MllamaConfig(
+        text_config={**text, "rope_scaling": rope, **changes},
+        vision_config=vision,
+        image_token_index=VOCAB - 1,
     )
     return build(config, multimodal=True)
