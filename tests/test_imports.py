@@ -25,6 +25,7 @@ GROUPS = {
     "input": ("split_slice row_files columns rows", "base"),
     "chat": ("messages watch template habits rendered alignment mask chat", "base"),
     "tokens": ("tokens", "base input chat"),
+    "inspect": ("marked_text chat_report inspect", "base input chat tokens"),
     "target": ("head layers recorder capture target_check target", "base"),
     "verify": (
         "directory_check manifest_check cache_content cache_check recompute verify",

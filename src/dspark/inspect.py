@@ -1,0 +1,153 @@
+r"""Look at what a draft would be trained on.
+
+    python -m dspark.inspect --target-model M --input-data F [--row K] [--json]
+
+shows one conversation with its supervised tokens marked (colour on a terminal, double brackets
+elsewhere) and totals over the whole input. Nothing is written and no model is loaded.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dspark.options import add_chat_options, add_model_options, at_least
+from dspark.terminal import format_table, printable
+
+if TYPE_CHECKING:
+    from dspark.chat_report import RowReport, Totals
+    from dspark.encoding import BadRow
+
+_UNCUT = 1 << 62
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: The arguments, without the program's name; None for those of the process.
+
+    Returns:
+        0 if the row could be shown, 1 if not; argparse exits with 2 on bad usage.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        _inspect_chats(args)
+    except (OSError, ValueError) as error:
+        print(f"dspark.inspect: error: {printable(str(error))}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``python -m dspark.inspect``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dspark.inspect",
+        description="Show a conversation with its supervised tokens marked, and totals over the "
+        "input.",
+    )
+    parser.add_argument(
+        "--row",
+        type=at_least(0),
+        default=0,
+        metavar="K",
+        help="the row to show, counted from 0 before any row is left out (default: 0)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--seq-length",
+        type=at_least(1),
+        default=2048,
+        metavar="N",
+        help="longest row in tokens (default: 2048)",
+    )
+    add_model_options(parser.add_argument_group("target"), required=True)
+    add_chat_options(parser.add_argument_group("data"), required=True)
+    return parser
+
+
+def _inspect_chats(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from dspark.chat import ChatEncoder, load_tokenizer
+    from dspark.chat_report import count_totals, report_row
+    from dspark.encoding import encode_rows
+    from dspark.rows import open_rows
+
+    source = open_rows(
+        args.input_data,
+        split=args.split,
+        dataset_config=args.dataset_config,
+        shuffle_seed=None if args.no_shuffle else args.shuffle_seed,
+    )
+    tokenizer = load_tokenizer(
+        args.target_model,
+        chat_template=args.chat_template,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+    def encoder(seq_length: int) -> ChatEncoder:
+        return ChatEncoder(
+            tokenizer,
+            seq_length=seq_length,
+            mask_reasoning_content=args.mask_reasoning_content,
+            mask_generation_prompt=args.mask_generation_prompt,
+            template_date=args.template_date,
+        )
+
+    row = report_row(source, encoder(args.seq_length), tokenizer, args.row)
+    encoded = encode_rows(source, encoder(_UNCUT), os.cpu_count() or 1)
+    # disable=None: a bar on a terminal, nothing elsewhere
+    totals = count_totals(tqdm(encoded, unit="row", disable=None), args.seq_length)
+    if args.json:
+        print(json.dumps({"row": _row_as_json(row), "totals": totals.as_json()}))
+    else:
+        _print_row(row)
+        _print_totals(totals)
+
+
+def _row_as_json(row: "RowReport | BadRow") -> dict[str, Any]:
+    from dspark.encoding import BadRow
+
+    if isinstance(row, BadRow):
+        return {"row": row.number, "where": row.where, "error": row.message}
+    return row.as_json()
+
+
+def _print_row(row: "RowReport | BadRow") -> None:
+    from dspark.encoding import BadRow
+    from dspark.marked_text import mark
+
+    if isinstance(row, BadRow):
+        print(f"row {row.number}, {printable(row.where)}: left out: {printable(row.message)}\n")
+        return
+    tokens = len(row.conversation.loss_mask)
+    supervised = int(row.conversation.loss_mask.sum())
+    cut = ", cut" if row.conversation.truncated else ""
+    print(
+        f"row {row.number}, {printable(row.where)}: {tokens} tokens, {supervised} supervised{cut}\n"
+    )
+    print(mark(row.segments, colour=sys.stdout.isatty()))
+
+
+def _print_totals(totals: "Totals") -> None:
+    lengths = ", ".join(f"{name} {value}" for name, value in totals.percentiles.items())
+    table = [
+        ("rows", f"{totals.rows:,}"),
+        ("tokens", f"{totals.tokens:,}"),
+        ("supervised", f"{totals.supervised_tokens:,} ({totals.supervised_share:.1%})"),
+        ("lengths", lengths or "none"),
+        (f"rows cut at {totals.seq_length}", f"{totals.cut_rows:,}"),
+        ("rows left out", f"{sum(totals.skipped.values()):,}"),
+        *((f"  {reason}", f"{count:,}") for reason, count in totals.skipped.most_common()),
+    ]
+    print(format_table(table))
+    for warning in totals.warnings:
+        print(f"warning: {printable(warning)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
