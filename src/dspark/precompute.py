@@ -26,13 +26,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dspark.errors import CacheError, TargetError
+from dspark.group import Group
 from dspark.interrupts import PeerFailed, Stopped, stopping_at_once
+from dspark.log_setup import set_up_logging
 from dspark.manifest import existing_shard_indices, manifest_path
 from dspark.options import build_parser as _build_parser
 from dspark.options import validate_args as _validate_args
+from dspark.rendezvous import join_group
 
 if TYPE_CHECKING:
-    from dspark.group import Group
     from dspark.run import Run
     from dspark.settings import RunSettings
     from dspark.workplace import Workplace
@@ -59,28 +61,35 @@ def main(argv: list[str] | None = None) -> int:
         0 when the cache is finished, 1 when the run failed; argparse exits with 2 on bad usage.
     """
     argv = sys.argv[1:] if argv is None else argv
-    args = _build_parser().parse_args(argv)
-    _set_up_logging(args.log_level)
     # Rows are spread over processes: threads inside each would fight for the same cores, and a
     # tokenizer that is used before a fork would say so at length.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    resume = [] if args.resume else ["--resume"]
-    args.command = shlex.join(["python", "-m", "dspark.precompute", *argv])
-    args.command_to_continue = shlex.join(["python", "-m", "dspark.precompute", *argv, *resume])
     try:
-        with stopping_at_once(), _telling_how_to_go_on(args, _is_interruption):
-            return _run(args)
+        with stopping_at_once(), join_group().watched() as group:
+            args = group.first_then_all("arguments", partial(_parse, argv))
+            set_up_logging(args.log_level, on_terminal=group.is_first)
+            with _telling_how_to_go_on(args, _is_interruption):
+                return _run(args, group)
     except KeyboardInterrupt as error:
         return _fail("interrupted", error, 128 + signal.SIGINT)
     except Stopped as error:
         return _fail(str(error), error, 128 + error.signum)
-    except PeerFailed as error:  # the rank that failed says why
-        logger.error("ending, because of %s", error)
-        return 1
+    except PeerFailed as error:
+        logger.info("ending, because of %s", error)
+        return 1 if error.is_told else _fail(str(error), error, 1)
     except (OSError, ValueError) as error:
-        if args.log_level == "DEBUG":
+        if logger.isEnabledFor(logging.DEBUG):
             traceback.print_exc()
         return _fail(str(error), error, 1)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Return the arguments, with the command line and the one that continues this run."""
+    args = _build_parser().parse_args(argv)
+    resume = [] if args.resume else ["--resume"]
+    args.command = shlex.join(["python", "-m", "dspark.precompute", *argv])
+    args.command_to_continue = shlex.join(["python", "-m", "dspark.precompute", *argv, *resume])
+    return args
 
 
 def _fail(message: str, error: BaseException, code: int) -> int:
@@ -109,37 +118,37 @@ def _is_interruption(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt | Stopped)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, group: "Group | None" = None) -> int:
     """Load the target, scan the dataset once, and write the sharded cache."""
+    group = Group() if group is None else group
+    goes_on = args.resume or args.finish or args.num_parts is not None or group.is_restarted
+    group.first_then_all("refusals", partial(_refuse_at_once, args, goes_on))
+    group.split_target(args.tensor_parallel)
+    # Only now: these import torch and transformers, and what is above answers at once.
+    from dspark.settings import decide_settings
+    from dspark.workplace import open_workplace
+
+    settings = group.first_then_all("settings", partial(decide_settings, args))
+    with open_workplace(args, group) as workplace:
+        with workplace.alone():
+            run, todo = _prepare(settings, workplace, group, goes_on=goes_on)
+        return _carry_out(run, todo)
+
+
+def _refuse_at_once(args: argparse.Namespace, goes_on: bool) -> None:
+    """Refuse what needs no import."""
     _validate_args(args)
     existing = existing_shard_indices(args.output_dir)
-    goes_on = args.resume or args.finish or args.num_parts is not None or _is_restarted()
     if existing and not goes_on and not args.dry_run:
         raise CacheError(
             f"{args.output_dir} already holds {len(existing)} shards. Give --resume to go on with "
             "them, or another --output-dir."
         )
     _refuse_unsupported_target(args)
-    # Only now: these import torch and transformers, and what is above answers at once.
-    from dspark.group import join_group
-    from dspark.settings import decide_settings
-    from dspark.workplace import open_workplace
-
-    with join_group().watched() as group:
-        settings = decide_settings(args)
-        with open_workplace(args, group) as workplace:
-            with workplace.alone():
-                run, todo = _prepare(settings, workplace, group, goes_on=goes_on)
-            return _carry_out(run, todo)
-
-
-def _is_restarted() -> bool:
-    """Whether an elastic launcher started this group anew after one of its ranks failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _prepare(
-    settings: "RunSettings", workplace: "Workplace", group: "Group", *, goes_on: bool
+    settings: "RunSettings", workplace: "Workplace", group: Group, *, goes_on: bool
 ) -> tuple["Run", str]:
     """Read the input, refuse what does not fit, and decide what there is to do.
 
@@ -152,14 +161,26 @@ def _prepare(
     existing = existing_shard_indices(cache_dir)
     recorded = group.from_first("recorded", lambda: _recorded_manifest(cache_dir, goes_on))
     if recorded:  # first what needs no reading of the input: a mistyped flag answers at once
-        cheap = settings.manifest(num_samples=recorded["num_samples"])
-        _ensure_resume_compatible(cache_dir, recorded | cheap, existing)
+        _ensure_resume_compatible(cache_dir, _without_reading(settings, recorded), existing)
     run = read_input(settings, workplace, group, recorded)
     if goes_on:
         _ensure_resume_compatible(cache_dir, run.manifest, existing)
     workplace.accept(run.tokens.directory)
     run.look_at_files()
     return run, group.from_first("todo", partial(_decide, run, goes_on))
+
+
+def _without_reading(settings: "RunSettings", recorded: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest will be if the input and the weights are those of the recorded one."""
+    from dspark.reading import identity_of_settings
+
+    provenance = recorded.get("provenance", {})
+    identity = provenance.get("identity", {}) | identity_of_settings(settings)
+    return {
+        **recorded,
+        **settings.manifest(num_samples=recorded["num_samples"]),
+        "provenance": {**provenance, "identity": identity},
+    }
 
 
 def _decide(run: "Run", goes_on: bool) -> str:
@@ -254,12 +275,6 @@ def _field(manifest: dict[str, Any], name: str) -> str:
     for key in name.split(".", 2):
         value = value.get(key) if isinstance(value, dict) else None
     return "nothing" if value is None else json.dumps(value)
-
-
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    for name in ("dspark", __name__):
-        logging.getLogger(name).setLevel(level)
 
 
 if __name__ == "__main__":

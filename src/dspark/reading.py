@@ -93,24 +93,30 @@ def read_input(
     return Run(settings, workplace, group, manifest, tokens, shards)
 
 
+def identity_of_settings(settings: RunSettings) -> dict[str, Any]:
+    """Return that part of ``provenance.identity`` for which nothing has to be read."""
+    return {
+        "attn_implementation": settings.args.target_attn_implementation or "default",
+        "compute_dtype": settings.compute_dtype_name,
+        "min_loss_tokens": settings.args.min_loss_tokens,
+        "pad_token_id": settings.pad_token_id,
+        "tokenizer_sha256": tokenizer_identity(settings.tokenizer),
+    }
+
+
 def _identity(
     settings: RunSettings, workplace: Workplace, group: Group, tokens: Tokens
 ) -> dict[str, Any]:
     """What decides the cache's content without being a field of the manifest."""
-    args = settings.args
 
     def weights() -> str:
         commit = getattr(settings.config, "_commit_hash", None)
-        return target_identity(args.target_model, commit=commit, hashes=workplace.hashes)
+        return target_identity(settings.args.target_model, commit=commit, hashes=workplace.hashes)
 
     return {
-        "attn_implementation": args.target_attn_implementation or "default",
-        "compute_dtype": settings.compute_dtype_name,
-        "min_loss_tokens": args.min_loss_tokens,
-        "pad_token_id": settings.pad_token_id,
+        **identity_of_settings(settings),
         "rows_sha256": tokens.counts.sha256,
         "target_weights": group.from_first("weights", weights),
-        "tokenizer_sha256": tokenizer_identity(settings.tokenizer),
     }
 
 
