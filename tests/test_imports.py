@@ -13,7 +13,8 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "dspark"
 # group: (its modules, the groups that it may import besides itself), from bottom to top.
 GROUPS = {
     "base": (
-        "errors publish plan background lock group interrupts progress terminal options logits",
+        "errors limits publish plan background interrupts heartbeat group rendezvous lock "
+        "identity log_setup run_log progress terminal options logits svg_plots",
         "",
     ),
     "disk": (
@@ -23,16 +24,19 @@ GROUPS = {
     ),
     "schema": ("cache_manifest target_weights cache", "base disk"),
     "input": ("split_slice row_files columns rows", "base"),
-    "chat": ("messages watch template habits rendered alignment mask chat", "base"),
-    "tokens": ("tokens", "base input chat"),
-    "inspect": ("marked_text chat_report inspect", "base input chat tokens"),
+    "chat": ("instrument messages watch template habits rendered alignment mask chat", "base"),
+    "tokens": ("encoding tokens", "base input chat"),
     "target": ("head layers recorder capture target_check target", "base"),
     "verify": (
-        "directory_check manifest_check cache_content cache_check recompute verify",
+        "directory_check manifest_check cache_content cache_check cache_rows recompute verify",
         "base disk schema target",
     ),
+    "inspect": (
+        "marked_text chat_report cache_summary cache_report html_report cache_inspection inspect",
+        "base disk schema input chat tokens verify",
+    ),
     "command": (
-        "staging pipeline forecast identity settings run_log run precompute",
+        "forward bad_states staging pipeline forecast settings workplace reading run precompute",
         "base disk schema input chat tokens target verify",
     ),
 }
