@@ -108,11 +108,15 @@ def _length_table(summary: CacheSummary) -> str:
 
 
 def _norm_table(summary: CacheSummary) -> str:
-    title = f"norms over {summary.sampled_rows} rows"
+    return format_table(norm_rows(summary), right=range(1, 9))
+
+
+def norm_rows(summary: CacheSummary) -> list[list[str]]:
+    """Return the norms as a table of texts, its header first."""
     names = ("mean", "std", "min", "5 %", "median", "95 %", "max", "largest value")
-    rows: list[Sequence[str]] = [(title, *names)]
+    rows = [[f"norms over {summary.sampled_rows} rows", *names]]
     for norm in summary.norms:
         least, low, _, median, _, high, most = norm.percentiles
         values = (norm.mean, norm.std, least, low, median, high, most, norm.largest_value)
-        rows.append((norm.name, *(f"{value:.4g}" for value in values)))
-    return format_table(rows, right=range(1, 9))
+        rows.append([norm.name, *(f"{value:.4g}" for value in values)])
+    return rows

@@ -5,6 +5,7 @@ shard headers  lengths                           read, all of them
 some rows      norms, supervised positions       read, spread over the cache
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -110,10 +111,11 @@ class CacheSummary:
         return self.supervised_tokens / self.tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the curves as JSON."""
+        """Return everything but the curves as JSON; numbers that are not finite become null."""
         content = asdict(self)
         del content["norms_by_position"]
-        return content | {"supervised_share": self.supervised_share}
+        finite: dict[str, Any] = _finite(content)
+        return finite | {"supervised_share": self.supervised_share}
 
 
 def summarise_cache(
@@ -260,3 +262,11 @@ def _mean_by_position(rows: Sequence[npt.NDArray[np.float64]]) -> list[float]:
         count[: len(norms)] += 1
     means: list[float] = (total / count).tolist()
     return means
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,13 @@ r"""Look at what a draft would be trained on.
     python -m dspark.inspect --target-model M --input-data F [--row K] [--json]
 
 shows one conversation with its supervised tokens marked (colour on a terminal, double brackets
-elsewhere) and totals over the whole input. Nothing is written and no model is loaded.
+elsewhere) and totals over the whole input. No model is loaded.
+
+    python -m dspark.inspect CACHE [--html FILE] [--json]
+    python -m dspark.inspect CACHE --row K
+
+summarises a cache, as tables, as JSON and as a page that needs nothing else, or shows one of its
+rows.
 """
 
 import argparse
@@ -13,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dspark.errors import DataError
 from dspark.options import add_chat_options, add_model_options, at_least
 from dspark.terminal import format_table, printable
 
@@ -30,11 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, without the program's name; None for those of the process.
 
     Returns:
-        0 if the row could be shown, 1 if not; argparse exits with 2 on bad usage.
+        0 if everything could be shown, 1 if not; argparse exits with 2 on bad usage.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    _refuse_misuse(parser, args)
     try:
-        _inspect_chats(args)
+        if args.cache is None:
+            _inspect_chats(args)
+        else:
+            print(_inspect_cache(args))
     except (OSError, ValueError) as error:
         print(f"dspark.inspect: error: {printable(str(error))}", file=sys.stderr)
         return 1
@@ -46,14 +58,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dspark.inspect",
         description="Show a conversation with its supervised tokens marked, and totals over the "
-        "input.",
+        "input; or summarise a cache.",
+    )
+    parser.add_argument(
+        "cache", nargs="?", metavar="CACHE", help="a cache's directory, in place of --input-data"
     )
     parser.add_argument(
         "--row",
         type=at_least(0),
-        default=0,
         metavar="K",
-        help="the row to show, counted from 0 before any row is left out (default: 0)",
+        help="the row to show: of the input, counted from 0 before any row is left out (default: "
+        "0), or of CACHE (default: none, the summary)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -63,9 +78,60 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="longest row in tokens (default: 2048)",
     )
-    add_model_options(parser.add_argument_group("target"), required=True)
-    add_chat_options(parser.add_argument_group("data"), required=True)
+    group = parser.add_argument_group("summary of a cache")
+    group.add_argument("--html", metavar="FILE", help="also write the summary as a page with plots")
+    group.add_argument(
+        "--sample-rows",
+        type=at_least(0),
+        default=64,
+        metavar="N",
+        help="rows, spread over CACHE, whose states are looked at (default: 64)",
+    )
+    add_model_options(parser.add_argument_group("target"), required=False)
+    add_chat_options(parser.add_argument_group("data"), required=False)
     return parser
+
+
+def _refuse_misuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the process with status 2 if the arguments do not go together."""
+    if args.cache is None and not (args.target_model and args.input_data):
+        parser.error("give a CACHE, or --target-model and --input-data")
+    if args.cache is not None and args.input_data:
+        parser.error(f"CACHE {args.cache} and --input-data exclude each other")
+    if args.html and (args.cache is None or args.row is not None):
+        parser.error(f"--html {args.html} is a summary of a CACHE and goes without --row")
+
+
+def _inspect_cache(args: argparse.Namespace) -> str:
+    from tqdm import tqdm
+
+    from dspark.cache_inspection import fits_cache, local_tokenizer, show_row, show_summary
+    from dspark.cache_rows import CacheRows
+    from dspark.cache_summary import summarise_cache
+    from dspark.chat import load_tokenizer
+
+    def tokenizer_of(manifest: dict[str, Any]) -> Any | None:
+        if not args.target_model:
+            return local_tokenizer(manifest)
+        tokenizer = load_tokenizer(
+            args.target_model,
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
+        )
+        if not fits_cache(tokenizer, manifest):
+            raise DataError(f"{args.cache} was not made with the tokenizer of {args.target_model}")
+        return tokenizer
+
+    if args.row is not None:
+        cache = CacheRows(args.cache)
+        tokenizer, colour = tokenizer_of(cache.manifest), sys.stdout.isatty()
+        return show_row(cache, args.row, as_json=args.json, tokenizer=tokenizer, colour=colour)
+    with tqdm(desc="reading", unit="row", disable=None, leave=False) as bar:
+        summary = summarise_cache(
+            args.cache, sample_rows=args.sample_rows, on_begin=bar.reset, on_row=bar.update
+        )
+    tokenizer = tokenizer_of(summary.manifest) if args.html else None
+    return show_summary(summary, as_json=args.json, html=args.html, tokenizer=tokenizer)
 
 
 def _inspect_chats(args: argparse.Namespace) -> None:
@@ -98,7 +164,7 @@ def _inspect_chats(args: argparse.Namespace) -> None:
             template_date=args.template_date,
         )
 
-    row = report_row(source, encoder(args.seq_length), tokenizer, args.row)
+    row = report_row(source, encoder(args.seq_length), tokenizer, args.row or 0)
     encoded = encode_rows(source, encoder(_UNCUT), os.cpu_count() or 1)
     # disable=None: a bar on a terminal, nothing elsewhere
     totals = count_totals(tqdm(encoded, unit="row", disable=None), args.seq_length)
