@@ -73,6 +73,13 @@ def test_every_module_has_a_place_in_the_table():
     assert modules_on_disk() == sorted(GROUP_OF)
 
 
+def test_the_map_in_contributing_is_this_table():
+    text = (SRC.parents[1] / "CONTRIBUTING.md").read_text()
+    for group, (modules, allowed) in GROUPS.items():
+        named = " ".join(f"`{module}`" for module in modules.split())
+        assert f"| {named} | {', '.join(allowed.split()) or 'nothing'} |" in text, group
+
+
 @pytest.mark.parametrize("module", modules_on_disk())
 def test_a_module_imports_only_from_groups_below_its_own(module):
     group = GROUP_OF[module]
