@@ -237,12 +237,15 @@ class NormSample:
         statistics = []
         for name, rows in self._norms.items():
             norms = np.concatenate(rows)
+            # Other writers' states may be infinite: that is to be shown, not warned about.
+            with np.errstate(invalid="ignore"):
+                mean, std = float(norms.mean()), float(norms.std())
             percentiles = np.percentile(norms, (0, 5, 25, 50, 75, 95, 100))
             statistics.append(
                 NormStatistics(
                     name,
-                    float(norms.mean()),
-                    float(norms.std()),
+                    mean,
+                    std,
                     percentiles.tolist(),
                     self._largest[name],
                 )
