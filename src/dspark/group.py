@@ -1,40 +1,31 @@
-"""The ranks of one run: what they agree on, and how they end together.
+"""The ranks of one run: what they agree on, and what each of them does.
 
-Under ``torchrun`` every process is a rank; without it there is one. Ranks talk through the
-launcher's key-value store, at the start, at the end and when one of them fails. In between none
-waits for another.
+Ranks talk through the launcher's key-value store, at the start, at the end and when one of them
+fails. In between none waits for another.
 
-    from_first   rank 0 finds something out, the others learn it
-    collect      every rank contributes a value, rank 0 learns them
-    check        raises where another rank has failed
+    from_first       rank 0 finds something out, the others learn it
+    first_then_all   every rank does something, once rank 0 has been able to
+    collect          every rank contributes a value, rank 0 learns them
 
-A rank that fails says so in the store. One that dies cannot, so rank 0 watches the heartbeats of
-all and all watch that of rank 0: within a minute every rank has ended.
+Without a launcher there is one rank, and nothing of this does anything.
 """
 
+import contextlib
 import json
-import logging
 import os
-import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-
+from dspark.heartbeat import Heartbeat
 from dspark.interrupts import PeerFailed
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
-_BEAT_SECONDS = 2.0
-_SILENCE_SECONDS = 30.0  # after which a rank counts as dead
-_UNWIND_SECONDS = 20.0  # for a main thread that is busy elsewhere to end by itself
-_POLL_SECONDS = 0.1
-_FAILED, _BEAT, _COUNTS = "failed", "beat", "counts"
+_POLL_SECONDS = (0.02, 1.0)  # at first, and after a while
+_LEAVE_SECONDS = 5.0  # for the others to hear the end from a store that ends with rank 0
+_T = TypeVar("_T")
 
 
 class Group:
@@ -44,31 +35,25 @@ class Group:
         rank: This one.
         world_size: How many there are.
         store: What they talk through; None for a single rank.
-        tensor_parallel: How many ranks run one copy of the target together.
+        is_restarted: Whether a launcher started them anew after one of them had failed.
 
-    Raises:
-        ValueError: If `world_size` is no multiple of `tensor_parallel`.
+    Attributes:
+        tensor_parallel: How many ranks run one copy of the target together.
     """
 
     def __init__(
         self,
         rank: int = 0,
         world_size: int = 1,
-        store: Store | None = None,
+        store: "Store | None" = None,
         *,
-        tensor_parallel: int = 1,
+        is_restarted: bool = False,
     ) -> None:
-        if world_size % tensor_parallel:
-            raise ValueError(
-                f"--tensor-parallel {tensor_parallel} does not divide the {world_size} ranks of "
-                "this run. Start it under torchrun with a multiple of it."
-            )
         self.rank, self.world_size = rank, world_size
-        self.tensor_parallel = tensor_parallel
-        self._store = store
-        self._counts = [0, 0]
-        self._failure: str | None = None
-        self._ended = threading.Event()
+        self.store = store
+        self.is_restarted = is_restarted
+        self.tensor_parallel = 1
+        self._heartbeat = None if store is None else Heartbeat(store, rank, world_size)
 
     @property
     def is_first(self) -> bool:
@@ -90,19 +75,47 @@ class Group:
         """Whether this rank, of those that run one target together, writes its shards."""
         return self.rank % self.tensor_parallel == 0
 
+    def split_target(self, num_ranks: int) -> None:
+        """Have every `num_ranks` neighbouring ranks run one copy of the target together.
+
+        Raises:
+            ValueError: If the number of ranks is no multiple of `num_ranks`.
+        """
+        if self.world_size % num_ranks:
+            raise ValueError(
+                f"--tensor-parallel {num_ranks} does not divide the {self.world_size} ranks of "
+                f"this run. Start it under torchrun with {num_ranks} ranks or a multiple of them."
+            )
+        self.tensor_parallel = num_ranks
+
     def from_first(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what `make` returns on rank 0, as JSON allows; it is not called elsewhere.
 
         Raises:
             PeerFailed: If rank 0 fails.
         """
-        if self._store is None:
+        if self.store is None:
             return make()
         if self.is_first:
             value = make()
-            self._store.set(f"first/{name}", json.dumps(value))
+            self.store.set(f"first/{name}", json.dumps(value))
             return value
         return self._wait_for(f"first/{name}")
+
+    def first_then_all(self, name: str, make: Callable[[], _T]) -> _T:
+        """Return what `make` returns on this rank; it is called once rank 0 has done so.
+
+        What all ranks would refuse for the same reason is so refused by one.
+
+        Raises:
+            PeerFailed: If rank 0 fails.
+        """
+        if not self.is_first:
+            self.from_first(name, bool)
+            return make()
+        value = make()
+        self.from_first(name, bool)
+        return value
 
     def collect(
         self, name: str, value: Any, *, while_waiting: Callable[[], None] = lambda: None
@@ -120,121 +133,69 @@ class Group:
         Raises:
             PeerFailed: If one of them fails.
         """
-        if self._store is None:
+        if self.store is None:
             return [value]
-        self._store.set(f"collect/{name}/{self.rank}", json.dumps(value))
+        self.store.set(f"collect/{name}/{self.rank}", json.dumps(value))
         if not self.is_first:
             return []
         keys = [f"collect/{name}/{rank}" for rank in range(self.world_size)]
         return [self._wait_for(key, while_waiting) for key in keys]
 
     def check(self) -> None:
-        """Raise `PeerFailed` if another rank has failed."""
-        if self._failure is not None:
-            raise PeerFailed(self._failure)
+        """Raise `PeerFailed` if another rank has failed, for a rank that is within a shard."""
+        if self._heartbeat is not None:
+            self._heartbeat.check(may_finish=True)
 
     def count(self, rows: int, tokens: int) -> None:
-        """Add to what this rank has written; told to rank 0 with the next heartbeat."""
-        self._counts[0] += rows
-        self._counts[1] += tokens
+        """Add to what this rank has written; rank 0 hears of it now and then."""
+        if self._heartbeat is not None:
+            self._heartbeat.count(rows, tokens)
 
     def others_counts(self) -> tuple[int, int]:
-        """Rows and tokens that the other ranks have written, as far as they have told."""
-        if self._store is None:
-            return 0, 0
-        keys = [f"{_COUNTS}/{rank}" for rank in range(self.world_size) if rank != self.rank]
-        told = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
-        return sum(rows for rows, _ in told), sum(tokens for _, tokens in told)
+        """On rank 0: the rows and tokens that the others have written, as far as it has heard."""
+        return (0, 0) if self._heartbeat is None else self._heartbeat.others_counts()
 
-    @contextmanager
+    @contextlib.contextmanager
     def watched(self) -> Iterator["Group"]:
-        """Beat and watch the others as long as the block runs; tell them if it fails."""
-        if self._store is None:
+        """Watch the others as long as the block runs, tell them if it fails, and end with them.
+
+        Raises:
+            PeerFailed: If another rank failed first.
+        """
+        if self._heartbeat is None:
             yield self
             return
-        threading.Thread(target=self._watch, name="dspark-group", daemon=True).start()
         try:
-            yield self
-        except PeerFailed:
-            raise
-        except KeyboardInterrupt as error:
-            if self._failure is not None:  # it was this group's own way of waking the main thread
-                raise PeerFailed(self._failure) from error
-            self._tell(error)
-            raise
-        except BaseException as error:
-            self._tell(error)
-            raise
+            with self._heartbeat.running():
+                try:
+                    yield self
+                    self.from_first("end", bool)
+                except PeerFailed:
+                    raise
+                except BaseException as error:
+                    self._heartbeat.tell(error)
+                    raise
         finally:
-            self._ended.set()
-        self._store.set(f"{_BEAT}/{self.rank}", "done")
+            self._leave()
 
-    def _tell(self, error: BaseException) -> None:
-        assert self._store is not None
-        message = f"rank {self.rank} on {socket.gethostname()}: {error or type(error).__name__}"
-        self._store.compare_set(_FAILED, "", message)
+    def _leave(self) -> None:
+        """Say goodbye; where the store lives in rank 0, it waits until the others have gone."""
+        assert self.store is not None
+        with contextlib.suppress(Exception):  # nothing depends on it any more
+            self.store.set(f"left/{self.rank}", "")
+            if self.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                deadline = time.monotonic() + _LEAVE_SECONDS
+                goodbyes = [f"left/{rank}" for rank in range(self.world_size)]
+                while not self.store.check(goodbyes) and time.monotonic() < deadline:
+                    time.sleep(_POLL_SECONDS[0])
 
     def _wait_for(self, key: str, while_waiting: Callable[[], None] = lambda: None) -> Any:
-        assert self._store is not None
-        while not self._store.check([key]):
-            self.check()
+        assert self.store is not None
+        assert self._heartbeat is not None
+        pause, longest = _POLL_SECONDS
+        while not self.store.check([key]):
+            self._heartbeat.check()
             while_waiting()
-            time.sleep(_POLL_SECONDS)
-        return json.loads(self._store.get(key))
-
-    def _watch(self) -> None:
-        """Beat, listen, and wake the main thread when another rank has failed."""
-        watched = range(1, self.world_size) if self.is_first else range(1)
-        silent_since = dict.fromkeys(watched, time.monotonic())
-        last = dict.fromkeys(watched, b"")
-        beats = 0
-        while not self._ended.wait(_BEAT_SECONDS):
-            beats += 1
-            try:
-                self._beat(beats)
-                self._failure = self._find_failure(silent_since, last)
-            except Exception as error:  # the store is gone, and with it the launcher
-                self._failure = f"the launcher does not answer: {error}"
-            if self._failure is not None:
-                break
-        if self._failure is None or self._ended.is_set():
-            return
-        os.kill(os.getpid(), signal.SIGINT)
-        if not self._ended.wait(_UNWIND_SECONDS):
-            logger.error("%s; the main thread does not end, so the process does", self._failure)
-            os._exit(1)  # a hang would hold the whole job
-
-    def _beat(self, beats: int) -> None:
-        assert self._store is not None
-        self._store.set(f"{_BEAT}/{self.rank}", str(beats))
-        self._store.set(f"{_COUNTS}/{self.rank}", json.dumps(self._counts))
-
-    def _find_failure(self, silent_since: dict[int, float], last: dict[int, bytes]) -> str | None:
-        assert self._store is not None
-        if self._store.check([_FAILED]):
-            return self._store.get(_FAILED).decode()
-        now = time.monotonic()
-        for rank in silent_since:
-            key = f"{_BEAT}/{rank}"
-            beat = self._store.get(key) if self._store.check([key]) else b""
-            if beat != last[rank] or beat == b"done":
-                last[rank], silent_since[rank] = beat, now
-            elif now - silent_since[rank] > _SILENCE_SECONDS:
-                message = f"rank {rank} has not been heard of for {_SILENCE_SECONDS:.0f} s"
-                self._store.compare_set(_FAILED, "", message)
-                return message
-        return None
-
-
-def join_group(*, tensor_parallel: int = 1) -> Group:
-    """Return the group that the launcher started this process in, or one of a single rank.
-
-    Raises:
-        ValueError: If the number of ranks does not fit `tensor_parallel`.
-    """
-    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
-        return Group(tensor_parallel=tensor_parallel)
-    from torch.distributed.rendezvous import rendezvous
-
-    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(minutes=10)))
-    return Group(rank, world_size, PrefixStore("dspark", store), tensor_parallel=tensor_parallel)
+            time.sleep(pause)
+            pause = min(1.2 * pause, longest)
+        return json.loads(self.store.get(key))

@@ -233,6 +233,13 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         help="auto spreads a target over this machine's GPUs and memory (needs accelerate)",
     )
     group.add_argument(
+        "--tensor-parallel",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="ranks that hold one copy of the target together, under torchrun (default: 1)",
+    )
+    group.add_argument(
         "--no-target-check",
         action="store_true",
         help="do not compare captured states with the model's own before the first row",

@@ -26,6 +26,7 @@ from dspark.errors import CacheError
 from dspark.group import Group
 from dspark.identity import FileHashes
 from dspark.lock import WriterLock, lock_lives, read_lock
+from dspark.log_setup import log_to
 from dspark.publish import remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ def open_workplace(args: argparse.Namespace, group: Group) -> Iterator[Workplace
     with contextlib.ExitStack() as stack:
         if not group.is_first:
             group.from_first("workplace", lambda: True)
-            _log_to_file(path / "logs" / f"rank-{group.rank}.log")
+            (path / "logs").mkdir(exist_ok=True)
+            log_to(path / "logs" / f"rank-{group.rank}.log")
             yield Workplace(path, None, owner=f"rank-{group.rank}", shared=False)
             return
         path.mkdir(parents=True, exist_ok=True)
@@ -131,15 +133,6 @@ def open_workplace(args: argparse.Namespace, group: Group) -> Iterator[Workplace
         stack.callback(workplace.remove_rejected)
         group.from_first("workplace", lambda: True)
         yield workplace
-
-
-def _log_to_file(path: Path) -> None:
-    """Keep the terminal for rank 0."""
-    path.parent.mkdir(exist_ok=True)
-    root = logging.getLogger()
-    handler = logging.FileHandler(path, delay=True)
-    handler.setFormatter(root.handlers[0].formatter if root.handlers else None)
-    root.handlers[:] = [handler]
 
 
 def _refuse_other_writers(path: Path, own_name: str, num_parts: int | None) -> None:
