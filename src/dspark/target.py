@@ -250,4 +250,6 @@ def _raw_config(name: str, *, revision: str | None, trust_remote_code: bool) -> 
         )
     except (OSError, ValueError) as error:
         raise TargetError(f"cannot read the config.json of {name}: {error}") from error
+    if not raw:  # what transformers makes of a directory without the file
+        raise TargetError(f"cannot read the config.json of {name}: there is none.")
     return raw
