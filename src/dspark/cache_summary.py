@@ -234,23 +234,19 @@ class NormSample:
 
     def statistics(self) -> list[NormStatistics]:
         """Return the statistics of each state over all tokens."""
-        statistics = []
-        for name, rows in self._norms.items():
-            norms = np.concatenate(rows)
-            # Other writers' states may be infinite: that is to be shown, not warned about.
-            with np.errstate(invalid="ignore"):
-                mean, std = float(norms.mean()), float(norms.std())
-            percentiles = np.percentile(norms, (0, 5, 25, 50, 75, 95, 100))
-            statistics.append(
-                NormStatistics(
-                    name,
-                    mean,
-                    std,
-                    percentiles.tolist(),
-                    self._largest[name],
-                )
-            )
-        return statistics
+        # Other writers' states may be infinite: that is to be shown, not warned about.
+        with np.errstate(invalid="ignore"):
+            return [self._statistics_of(name) for name in self._norms]
+
+    def _statistics_of(self, name: str) -> NormStatistics:
+        norms = np.concatenate(self._norms[name])
+        return NormStatistics(
+            name,
+            float(norms.mean()),
+            float(norms.std()),
+            np.percentile(norms, (0, 5, 25, 50, 75, 95, 100)).tolist(),
+            self._largest[name],
+        )
 
     def by_position(self) -> dict[str, list[float]]:
         """Return per state the mean norm at each position that at least one row reaches."""
