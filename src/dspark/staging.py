@@ -85,7 +85,7 @@ class _CudaStager:
 
     def __init__(self, dtype: torch.dtype, *, in_flight: int) -> None:
         self._dtype = dtype
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._free: SimpleQueue[dict[str, Tensor]] = SimpleQueue()
         for _ in range(in_flight):
             self._free.put({})
@@ -98,16 +98,22 @@ class _CudaStager:
             "last": captured.last.to(self._dtype),
         }
         buffers = self._free.get()
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        stream = self._stream_of(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         host_states = {}
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             for name, states in device_states.items():
                 host_states[name] = _pinned(buffers, name, states)
                 host_states[name].copy_(states, non_blocking=True)
-                states.record_stream(self._stream)
+                states.record_stream(stream)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._stream)
+            copied.record(stream)
         return _CudaStates(host_states, copied, lambda: self._free.put(buffers))
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
 
 
 def _pinned(buffers: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
