@@ -217,7 +217,14 @@ def _recorded_manifest(cache_dir: str, goes_on: bool) -> dict[str, Any] | None:
 
     if not goes_on or not os.path.exists(manifest_path(cache_dir)):
         return None
-    return read_manifest(cache_dir, allow_incomplete=True)
+    recorded = read_manifest(cache_dir, allow_incomplete=True)
+    provenance = recorded.get("provenance", {})
+    if not isinstance(provenance, dict) or not isinstance(provenance.get("identity", {}), dict):
+        raise CacheError(
+            f"{manifest_path(cache_dir)} is damaged: its provenance, or the identity in it, is not "
+            "an object. Use another --output-dir, or copy the manifest anew."
+        )
+    return recorded
 
 
 def _refuse_unsupported_target(args: argparse.Namespace) -> None:
