@@ -5,11 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
+from dspark.cache import CACHE_KEYS, CachedDSparkDataset, build_cached_dspark_dataloader
 from dspark.cache_loader import CacheLoader
 from dspark.offline_cache import build_loader, collate
 from dspark.sampler import RowSampler
 from tensor_caches import SmallCache, assert_rows, row_numbers, write_cache
+from tiny_cache import LENGTHS, SHARD_SIZE, write_tiny_cache
 
 BATCH = 2
 
@@ -196,6 +199,43 @@ def test_the_state_of_another_order_is_refused_naming_what_differs(cache, tmp_pa
     fewer = write_cache(tmp_path, num_rows=5)
     with pytest.raises(ValueError, match="num_rows is 11 there and 5 here"):
         build_loader(fewer.open(), batch_size=2, shuffle=True, seed=1).load_state_dict(state)
+
+
+def test_the_builder_of_dspark_caches_passes_every_keyword_on(tmp_path):
+    write_tiny_cache(tmp_path / "cache")
+    options = {
+        "trim": True,
+        "seed": 3,
+        "drop_last": True,
+        "pin_memory": False,
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+        "multiprocessing_context": "fork",
+        "shuffle_window": 1,
+        "check": "checksums",
+        "mmap": True,
+    }
+    loader = build_cached_dspark_dataloader(
+        cache_dir=str(tmp_path / "cache"), batch_size=3, shuffle=True, num_workers=1, **options
+    )
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader.dataset, CachedDSparkDataset)
+    order = RowSampler(11, shuffle=True, seed=3, shard_size=SHARD_SIZE, shuffle_window=1).order()
+    batches = list(loader)
+    assert len(batches) == 3
+    for batch, rows in zip(batches, order[:9].reshape(3, 3).tolist(), strict=True):
+        longest = max(LENGTHS[row] for row in rows)
+        assert {key: tensor.shape[:2] for key, tensor in batch.items()} == dict.fromkeys(
+            CACHE_KEYS, (3, longest)
+        )
+    assert (loader.prefetch_factor, loader.persistent_workers, loader.pin_memory) == (
+        3,
+        True,
+        False,
+    )
+    assert loader.multiprocessing_context.get_start_method() == "fork"
+    reader = loader.dataset._reader
+    assert (reader._check, reader._mmap) == ("checksums", True)
 
 
 def test_the_loader_itself_keeps_no_batch(cache):

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader
 
+from dspark.cache_loader import CacheLoader
 from dspark.cache_manifest import (
     _CACHE_NAME,
     DTYPE_MAP,
@@ -232,27 +232,60 @@ def build_cached_dspark_dataloader(
     shuffle: bool,
     num_workers: int = 0,
     distributed: bool = False,
-) -> DataLoader[dict[str, torch.Tensor]]:
+    trim: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    pin_memory: bool | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+    multiprocessing_context: str | None = None,
+    shuffle_window: int | None = None,
+    check: Literal["names", "headers", "checksums"] = "headers",
+    mmap: bool = False,
+) -> CacheLoader:
     """Build a dataloader over a finished cache.
 
     Args:
         cache_dir: The cache.
-        batch_size: Rows of a batch.
-        shuffle: Whether the order is drawn anew from seed and epoch (``loader.sampler.set_epoch``).
+        batch_size: Rows of a batch, on each rank.
+        shuffle: Whether each epoch has an order of its own, drawn from seed and epoch.
+            ``loader.sampler.set_epoch`` chooses the epoch; a finished pass moves on to the next.
         num_workers: Worker processes that read; 0 reads in this one.
-        distributed: Whether each rank of the default process group reads its own share.
+        distributed: Whether each rank of the default process group reads its own share; see
+            `RowSampler` for the uneven end.
+        trim: Whether a batch is padded to its longest row instead of ``seq_length``.
+        seed: What the orders are drawn from.
+        drop_last: Whether rows that do not fill a batch on every rank are left out.
+        pin_memory: Whether batches come in pinned memory; by default where CUDA is available.
+        prefetch_factor: Batches that each worker reads ahead; by default 2.
+        persistent_workers: Whether workers live on from one pass to the next.
+        multiprocessing_context: How workers start; by default "fork", or "forkserver" once this
+            process uses CUDA.
+        shuffle_window: Mix rows within this many shards only, for slow storage; see `RowSampler`.
+        check: How much is believed; see `CachedTensorDataset`.
+        mmap: Whether to map the shards instead of reading them; see `CachedTensorDataset`.
 
     Returns:
-        A loader of dicts of `CACHE_KEYS`, each [B, S, ...].
+        A `DataLoader` of dicts of `CACHE_KEYS`, each [B, S, ...], with ``state_dict`` and
+        ``load_state_dict``.
 
     Raises:
         FileNotFoundError: If there is no manifest.
         CacheError: As for `CachedDSparkDataset`.
+        ValueError: If an argument is out of range, or `distributed` without a process group.
     """
     return build_loader(
-        CachedDSparkDataset(cache_dir),
+        CachedDSparkDataset(cache_dir, check=check, mmap=mmap),
         batch_size=batch_size,
         shuffle=shuffle,
         num_workers=num_workers,
         distributed=distributed,
+        trim=trim,
+        seed=seed,
+        drop_last=drop_last,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        multiprocessing_context=multiprocessing_context,
+        shuffle_window=shuffle_window,
     )
