@@ -242,6 +242,28 @@ TEMPLATES = {
         "{% if loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% endmacro %}{{ all(messages) }}"
     ),
+    "macro-tag": (
+        "{% macro answer(m) %}<|im_start|>assistant\n{% generation %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}\n{% endmacro %}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{{ answer(m) }}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endif %}{% endfor %}"
+    ),
+    "captured-rewriting": (
+        "{% set body %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% endset %}<bos>{{ body }}"
+    ),
+    "trimmed": (
+        "{% set body %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}{% endset %}{{ body | trim }}"
+    ),
+    # Nothing in its text says where a message went, and no beginning of a conversation prints
+    # what the whole one does.
+    "gathered-rewriting": (
+        "{% set ns = namespace(out='') %}{% for m in messages %}"
+        "{% set ns.out = ns.out ~ '<|im_start|>' ~ m.role ~ loop.revindex ~ '\n' ~ m.content %}"
+        "{% endfor %}{{ ns.out }}"
+    ),
     "parts": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}"
         "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"

@@ -149,6 +149,10 @@ class TestTags:
         assert ours.input_ids.tolist() == theirs["input_ids"]
         assert ours.loss_mask.tolist() == theirs["assistant_masks"]
 
+    def test_tags_inside_a_macro_are_where_they_print(self) -> None:
+        row = chat("q", "a b", "q", "a b")
+        assert supervised(encode("macro-tag", row)) == ["a b<|im_end|>", "a b<|im_end|>"]
+
     def test_a_cut_inside_an_answer_keeps_what_the_tags_say(self) -> None:
         whole = encode("tag", chat("q", "one two three four five six seven"))
         start = int(np.flatnonzero(whole.loss_mask)[0])
@@ -248,7 +252,22 @@ class TestRewrittenHistory:
 
     def test_what_cannot_be_followed_is_an_error_and_not_a_guess(self) -> None:
         with pytest.raises(RowError, match="turns not found"):
-            encode("macro-rewriting", TWO_TURNS)
+            encode("gathered-rewriting", TWO_TURNS)
+
+    @pytest.mark.parametrize("template", ["macro-rewriting", "captured-rewriting"])
+    def test_loops_inside_macros_and_captured_blocks_are_followed(self, template: str) -> None:
+        assert supervised(encode(template, TWO_TURNS)) == [
+            "<|im_start|>assistant\na1<|im_end|>\n",
+            "<|im_start|>assistant\n<think></think>a2<|im_end|>\n",
+        ]
+
+    def test_a_filter_over_a_captured_block_changes_nothing(self) -> None:
+        result = encode("trimmed", chat("q1", "a1", "q2", "a2"))
+        assert text(result).endswith("a2<|im_end|>")
+        assert supervised(result) == [
+            "\n<|im_start|>assistant\na1<|im_end|>",
+            "\n<|im_start|>assistant\na2<|im_end|>",
+        ]
 
 
 class TestEnds:

@@ -14,8 +14,9 @@ from dspark.chat import ChatEncoder
 PLAIN = [
     "chatml", "default-system", "qwen3", "think", "llama3", "gemma", "mistral", "headerless",
     "joined", "indexed", "items", "tojson", "nextrole", "parts", "macro", "end-at-last",
+    "macro-rewriting", "captured-rewriting", "trimmed",
 ]  # fmt: skip
-TAGGED = ["tag", "tag-noend"]
+TAGGED = ["tag", "tag-noend", "macro-tag"]
 WITH_TOOLS = {"qwen3", "items", "tojson"}
 ENCODERS = {name: encoder(name) for name in [*PLAIN, *TAGGED]}
 

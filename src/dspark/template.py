@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -12,8 +13,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dspark.errors import DataError, RowError
+from dspark.instrument import TAG_CLOSE, TAG_OPEN, instrument, looks_ahead, silent_call
 from dspark.messages import Message
-from dspark.watch import TAG_CLOSE, TAG_OPEN, Render, Watcher, looks_ahead, silent_call, watch
+from dspark.watch import Render, Watcher
+
+_SILENT = dict.fromkeys((TAG_OPEN, TAG_CLOSE), lambda: None)
 
 
 class ChatTemplate:
@@ -42,11 +46,9 @@ class ChatTemplate:
         self.keys = names | {node.attr for node in tree.find_all(nodes.Getattr)}
         self.keys |= {node.value for node in tree.find_all(nodes.Const)}
         self.looks_ahead = looks_ahead(tree)
-        watch(tree)
-        code = environment.compile(tree)
-        self._template = jinja2.Template.from_code(
-            environment, code, environment.make_globals(None)
-        )
+        instrument(tree)
+        self._template = _template_of(environment, tree)
+        self._environment = environment
         self._variables = dict(variables)
         bos = variables.get("bos_token")
         self._bos = bos if isinstance(bos, str) and "bos_token" in names else ""
@@ -66,20 +68,35 @@ class ChatTemplate:
         """
         watcher = Watcher(messages)
         values = {
+            "messages": list(messages),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": False,
             **self._variables,
             **variables,
-            **watcher.calls,
         }
+        pieces = []
         try:
-            for piece in self._template.generate(messages=list(messages), **values):
-                watcher.pieces.append(piece)
+            for piece in self._template.generate(**values, **watcher.calls):
+                pieces.append(piece)
                 watcher.length += len(piece)
+            render = watcher.finish("".join(pieces), self._bos)
+            if watcher.has_printed:
+                plain = self._unwatched.render(**values, **_SILENT)
+                # A filter over gathered output may have met a mark and done something else.
+                render = render if render.text == plain else Render(plain, [], [])
         except Exception as error:  # a template can fail in any way that Python can
             raise RowError("template error", f"{type(error).__name__}: {error}") from error
-        return watcher.finish(self._bos)
+        return render
+
+    @cached_property
+    def _unwatched(self) -> jinja2.Template:
+        return _template_of(self._environment, self._environment.parse(self.source))
+
+
+def _template_of(environment: jinja2.Environment, tree: nodes.Template) -> jinja2.Template:
+    code = environment.compile(tree)
+    return jinja2.Template.from_code(environment, code, environment.make_globals(None))
 
 
 class _GenerationTag(Extension):
