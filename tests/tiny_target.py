@@ -17,7 +17,7 @@ def write_target(
 ) -> Path:
     """Write a random Qwen3 with four layers, its tokenizer and its chat template."""
     directory.mkdir(parents=True, exist_ok=True)
-    model = tiny_qwen3(vocab_size=512, **changes)
+    model = tiny_qwen3(**{"vocab_size": 512, **changes})
     if seed:
         with_noise(model, seed)
     model.save_pretrained(directory)

@@ -74,7 +74,11 @@ class Bench:
         return self.start(cache, *options, faults=faults).wait()
 
     def process(
-        self, cache: Path, *options: str, faults: Sequence[Fault] = ()
+        self,
+        cache: Path,
+        *options: str,
+        faults: Sequence[Fault] = (),
+        new_group: bool = False,
     ) -> subprocess.Popen[str]:
         """Start the command as a user would, or with faults put in."""
         begin = ["-m", "dspark.precompute"]
@@ -85,6 +89,7 @@ class Bench:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            start_new_session=new_group,
             text=True,
         )
 

@@ -6,7 +6,7 @@ runs ``python -m dspark.precompute --target-model …`` and kills it before its 
 """
 
 import errno
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -27,8 +27,8 @@ class Fault:
     Attributes:
         function: Dotted, a class's method included: "os.pwrite", "dspark.capture.Target.capture".
         action: "kill", a signal's name, an error number's name, "raise" (a RuntimeError),
-            "out of device memory", or "pause" (until the file `gate` is there; PATH.reached tells
-            that it waits).
+            "out of device memory", "pause" (until the file `gate` is there; GATE.reached tells
+            that it waits), or "= 3", which is no call: the module's constant becomes a number.
         call: The n-th call, from 1; 0 for every call.
         moment: "before" the call, "after" it, or "halfway" through its data (os.pwrite).
         path: Only calls on files whose path contains this count.
@@ -50,23 +50,30 @@ class Fault:
 def inject(faults: list[Fault]) -> None:
     """Put faults into this process."""
     for fault in faults:
-        module_name, _, attribute = _resolve(fault.function)
-        owner: Any = importlib.import_module(module_name)
-        *classes, name = attribute.split(".")
-        for part in classes:
-            owner = getattr(owner, part)
-        setattr(owner, name, _faulty(getattr(owner, name), fault))
+        owner, name = _find(fault.function)
+        if fault.action.startswith("= "):
+            setattr(owner, name, float(fault.action[2:]))
+        else:
+            setattr(owner, name, _faulty(getattr(owner, name), fault))
 
 
-def _resolve(dotted: str) -> tuple[str, str, str]:
-    parts = dotted.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        try:
-            importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        return ".".join(parts[:end]), "", ".".join(parts[end:])
-    raise ValueError(f"no module in {dotted!r}")
+def _find(dotted: str) -> tuple[Any, str]:
+    """Return the module or class that a name belongs to, and the name in it."""
+    *path, name = dotted.split(".")
+    classes = []
+    while not _is_module(".".join(path)):
+        classes.insert(0, path.pop())
+    owner: Any = importlib.import_module(".".join(path))
+    for part in classes:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _faulty(real: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
