@@ -64,7 +64,7 @@ class CacheReport:
         shards: Shards that were read.
         tokens: Real tokens in them.
         supervised_tokens: Tokens whose loss mask is 1.
-        bytes_read: Bytes of shards' tensors that were read.
+        bytes_read: Bytes of tensors that were read.
         bytes_skipped: Bytes of padding proved zero by being holes.
         seconds: Time it took.
         problems: Everything that is wrong.
@@ -183,7 +183,9 @@ class _CacheCheck:
                 for outcome in pool.map(self._check_shard, window):
                     self._add(outcome)
                     on_shard()
-            report.blame(_TARGET_WEIGHTS_NAME, *weights.result())
+            faults, bytes_read = weights.result()
+            report.blame(_TARGET_WEIGHTS_NAME, *faults)
+            report.bytes_read += bytes_read
         self._compare_records(len(listing.shards))
         self._compare_headers()
         if report.is_right and not self.without_record:
@@ -232,23 +234,24 @@ class _CacheCheck:
                 self.report.blame(name, f"source row {row} follows {self.last_source_row}")
             self.last_source_row = row
 
-    def _check_weights(self) -> list[str]:
+    def _check_weights(self) -> tuple[list[str], int]:
+        """Return what is wrong with the weights, and how many bytes were read to know."""
         path = Path(_target_weights_path(self.report.cache_dir))
         try:
             header = read_header(path)
             self.header_digests[path.name] = header.digest
             faults = _weights_faults(header, self.manifest)
-            if METADATA_KEY in header.metadata or not self.foreign:
-                record = decode_json(header.metadata.get(METADATA_KEY, "{}"), path)
-                nameless = self.foreign and record.get("identity") is None
-                check_target_weights(
-                    self.report.cache_dir, identity=None if nameless else self.identity
-                )
-            else:
+            if METADATA_KEY not in header.metadata and self.foreign:
                 self.report.unchecked.append(f"the data of {path.name}: it has no checksums")
+                return faults, 0
+            record = decode_json(header.metadata.get(METADATA_KEY, "{}"), path)
+            nameless = self.foreign and record.get("identity") is None
+            check_target_weights(
+                self.report.cache_dir, identity=None if nameless else self.identity
+            )
         except (OSError, CacheError) as error:
-            return [str(error)]
-        return faults
+            return [str(error)], 0
+        return faults, sum(place.spec.nbytes for place in header.tensors.values())
 
     def _compare_records(self, num_shards: int) -> None:
         """Say what shards without a record leave open; a mixture of both kinds is no cache."""

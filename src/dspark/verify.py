@@ -18,6 +18,11 @@ from typing import TYPE_CHECKING, Any
 from dspark.options import at_least
 from dspark.terminal import format_bytes, format_table, printable
 
+_REMEDY = (
+    "The precompute command with --resume writes damaged and missing files of its cache again; "
+    "what came from elsewhere is to be copied anew."
+)
+
 if TYPE_CHECKING:
     from dspark.cache_check import CacheReport
     from dspark.recompute import Comparison
@@ -167,7 +172,10 @@ def _print_report(report: "CacheReport", comparison: "Comparison | None") -> Non
             print(printable(f"{title}: {line}"))
     for problem in report.problems:
         print(printable(f"WRONG {problem.file}: {problem.what}"))
-    print("all is right" if report.is_right else f"{len(report.problems)} problems")
+    if report.is_right:
+        print("all is right")
+    else:
+        print(f"{len(report.problems)} wrong. {_REMEDY}")
 
 
 if __name__ == "__main__":
