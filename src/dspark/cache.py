@@ -43,7 +43,6 @@ from dspark.cache_manifest import _FORMAT_VERSION as _FORMAT_VERSION
 from dspark.cache_manifest import _IDENTITY_EXEMPT_FIELDS as _IDENTITY_EXEMPT_FIELDS
 from dspark.errors import CacheError
 from dspark.manifest import (
-    check_shard_indices,
     existing_shard_indices,
     identity_digest,
     identity_on_disk,
@@ -206,7 +205,6 @@ class CachedDSparkDataset(CachedTensorDataset):
         self.manifest = read_manifest(cache_dir)
         pad_id = pad_token_id(self.manifest)
         num_samples, shard_size = self.manifest["num_samples"], self.manifest["shard_size"]
-        check_shard_indices(cache_dir, -(-num_samples // shard_size))
         super().__init__(
             cache_dir,
             row_specs=row_specs(self.manifest),

@@ -12,6 +12,7 @@ beyond the manifest's own fields; nothing else in ``provenance`` is ever compare
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from itertools import islice
@@ -36,15 +37,15 @@ def manifest_path(cache_dir: str) -> str:
 
 def shard_path(cache_dir: str, shard_index: int) -> str:
     """Return the path of shard `shard_index` of `cache_dir`."""
-    return str(Path(cache_dir) / f"shard-{shard_index:06d}.safetensors")
+    return os.path.join(cache_dir, f"shard-{shard_index:06d}.safetensors")
 
 
 def existing_shard_indices(cache_dir: str) -> set[int]:
     """Return the numbers of the shards that lie under their final name in `cache_dir`."""
-    directory = Path(cache_dir)
-    if not directory.is_dir():
+    if not os.path.isdir(cache_dir):
         return set()
-    matches = (_SHARD_NAME.fullmatch(path.name) for path in directory.iterdir())
+    # No Path per file: there may be tens of thousands, and every start of a training waits here.
+    matches = map(_SHARD_NAME.fullmatch, os.listdir(cache_dir))
     return {int(match[1]) for match in matches if match and match[0] == _canonical(match)}
 
 

@@ -48,7 +48,7 @@ CHECKS: tuple[Check, ...] = ("names", "headers", "checksums")
 
 _PIECE_BYTES = 4 * 2**20  # a large row is read in pieces of this size, several at once
 _BYTES_WORTH_A_THREAD = 2**20  # waking a thread costs as much as reading some hundred kilobytes
-_SIZE_CHECK_THREADS = 16
+_SIZE_CHECK_THREADS = 8
 _SIZES_PER_TASK = 100
 _reader_numbers = count()
 
@@ -318,11 +318,11 @@ class ShardReader:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable(Path(path), error) from error
         row_bytes = sum(spec.nbytes for spec in self.row_specs.values())
         expected = 8 + header_bytes + self._rows_of(shard) * row_bytes
         if size != expected:
-            raise damaged(path, f"it has {size} bytes, expected {expected}")
+            raise damaged(Path(path), f"it has {size} bytes, expected {expected}")
 
     def _rows_of(self, shard: int) -> int:
         return min(self.shard_size, self.num_rows - shard * self.shard_size)
