@@ -43,6 +43,7 @@ def build(directory: Path) -> bool:
     """
     if (directory / "config.json").is_file():
         return False
+    print(f"building {directory}: a download of 90 MB and about a minute", flush=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
         staged = Path(scratch, "model")
@@ -87,6 +88,7 @@ def load_model(gguf: Path) -> Any:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # hundreds of lines where it is no terminal
     options: dict[str, Any] = {"gguf_file": gguf.name, "dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):
         # Newer releases keep the 4-bit weights unless told otherwise; older ones never do.
