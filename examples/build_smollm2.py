@@ -12,6 +12,7 @@ Nothing happens when the directory is already there. Needs the packages gguf and
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -88,7 +89,6 @@ def load_model(gguf: Path) -> Any:
     import torch
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # hundreds of lines where it is no terminal
     options: dict[str, Any] = {"gguf_file": gguf.name, "dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):
         # Newer releases keep the 4-bit weights unless told otherwise; older ones never do.
@@ -177,6 +177,7 @@ def main() -> int:
         if any(directory.iterdir()):
             parser.error(f"{directory} exists and holds no model: name another directory")
         shutil.rmtree(directory)
+    os.environ["TQDM_DISABLE"] = "1"  # bars that are hundreds of lines where there is no terminal
     built = build(directory)
     print(f"{directory}: {'built; it answers as it should' if built else 'already there'}")
     return 0
