@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from dspark.cache import CACHE_KEYS, CachedDSparkDataset, build_cached_dspark_dataloader
@@ -236,6 +237,29 @@ def test_the_builder_of_dspark_caches_passes_every_keyword_on(tmp_path):
     assert loader.multiprocessing_context.get_start_method() == "fork"
     reader = loader.dataset._reader
     assert (reader._check, reader._mmap) == ("checksums", True)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_cuda_decides_how_workers_start_and_whether_memory_is_pinned(cache, monkeypatch, cuda):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: cuda)
+    loader = build_loader(cache.open(), batch_size=2, shuffle=True, num_workers=1)
+    assert loader.pin_memory is cuda
+    method = loader.multiprocessing_context.get_start_method()
+    assert method == ("forkserver" if cuda else "fork")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_dataset_also_serves_torchs_own_loader_and_subsets(cache, num_workers):
+    subset = torch.utils.data.Subset(cache.open(), [9, 2, 2, 5])
+    options = {
+        "num_workers": num_workers,
+        "multiprocessing_context": "fork" if num_workers else None,
+    }
+    batches = list(DataLoader(subset, batch_size=3, **options))
+    assert row_numbers(batches) == [[9, 2, 2], [5]]
+    for batch, rows in zip(batches, ([9, 2, 2], [5]), strict=True):
+        assert_rows(batch, cache, rows)
 
 
 def test_the_loader_itself_keeps_no_batch(cache):

@@ -59,11 +59,13 @@ class CacheLoader(torch.utils.data.DataLoader[Batch]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Begin a pass; with workers, they start to read at once."""
         self._pass = _Pass(self.sampler.epoch, self.sampler.start)
-        starts_workers = self.num_workers > 0 and self._iterator is None
-        if starts_workers and SharedBlocks.available():
+        if self.num_workers > 0 and self._iterator is None and SharedBlocks.available():
             self._blocks = self._make_blocks()
             self.worker_init_fn = self._blocks.install
-        return self._deliver(super().__iter__(), self._pass, self._blocks)
+        try:
+            return self._deliver(super().__iter__(), self._pass, self._blocks)
+        finally:
+            self.worker_init_fn = None  # blocks are for one group of workers
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands, the same on every rank.
