@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from dspark.cache import DTYPE_MAP
-from dspark.options import COMPUTE_DTYPES, DTYPES, at_least
+from dspark.options import COMPUTE_DTYPES, DTYPES, at_least, validate_processes
 from dspark.precompute import _build_parser, _validate_args
 
 REQUIRED = ["--target-model", "model", "--input-data", "chats.jsonl", "--output-dir", "cache"]
@@ -124,7 +124,7 @@ def test_a_number_below_the_least_is_told_from_text():
 def namespace(**changes: object) -> argparse.Namespace:
     """Return only what the validation looks at first: nothing else may be needed."""
     fields = {"batch_size": 4, "shard_size": 8, "draft_num_hidden_layers": 5, "dtype": "bf16"}
-    return argparse.Namespace(**(fields | {"num_parts": None, "part": None} | changes))
+    return argparse.Namespace(**(fields | changes))
 
 
 def test_good_values_pass():
@@ -144,9 +144,6 @@ def test_good_values_pass():
         ({"draft_num_hidden_layers": 0}, "--draft-num-hidden-layers"),
         ({"draft_num_hidden_layers": -1}, "--draft-num-hidden-layers"),
         ({"dtype": "int8"}, "--dtype"),
-        ({"num_parts": 3}, "--num-parts"),
-        ({"part": 0}, "--part"),
-        ({"num_parts": 3, "part": 3}, "--part"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_flag_and_itself(changes, flag):
@@ -172,8 +169,16 @@ def test_values_are_looked_at_in_a_fixed_order(first):
         _validate_args(namespace(**changes))
 
 
-def test_the_first_four_are_looked_at_before_anything_else():
-    with pytest.raises(ValueError, match="--dtype"):
-        _validate_args(
-            argparse.Namespace(batch_size=1, shard_size=1, draft_num_hidden_layers=1, dtype="x")
-        )
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--num-parts", "3"], ["--num-parts", "3"]),
+        (["--part", "0"], ["--part", "0"]),
+        (["--num-parts", "3", "--part", "3"], ["--part", "from 0 to 2", "3"]),
+        (["--device-map", "auto", "--tensor-parallel", "2"], ["--device-map auto", "2"]),
+    ],
+)
+def test_flags_that_share_the_work_in_two_ways_are_refused(flags, named):
+    with pytest.raises(ValueError, match=named[0]) as caught:
+        validate_processes(parse(*flags))
+    assert all(text in str(caught.value) for text in named)

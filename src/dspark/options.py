@@ -4,6 +4,7 @@ Nothing here needs torch, so that ``--help`` and a typing mistake answer immedia
 """
 
 import argparse
+import os
 from collections.abc import Callable
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -32,7 +33,7 @@ def validate_args(args: argparse.Namespace) -> None:
 
     Raises:
         ValueError: Naming the flag: a batch size below 1; a shard size below 1 or no multiple of
-            it; draft layers below 1; an unknown dtype; a part that is not one of the parts.
+            it; draft layers below 1; an unknown dtype.
     """
     if args.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}")
@@ -47,6 +48,22 @@ def validate_args(args: argparse.Namespace) -> None:
         )
     if args.dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {args.dtype!r}")
+
+
+def validate_processes(args: argparse.Namespace) -> None:
+    """Reject flags that do not describe one way of sharing the work among processes.
+
+    Raises:
+        ValueError: Naming the flags: a device map shared by several ranks; a part that is not one
+            of the parts.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.device_map is not None and max(ranks_here, args.tensor_parallel) > 1:
+        raise ValueError(
+            f"--device-map {args.device_map} has one rank spread the target over all devices of a "
+            f"its machine, but {ranks_here} run on this one, --tensor-parallel {args.tensor_parallel}. "
+            "Give one of the two flags, and one rank per machine with --device-map."
+        )
     if (args.num_parts is None) != (args.part is None):
         raise ValueError(
             f"--num-parts and --part go together, got {args.num_parts} and {args.part}"

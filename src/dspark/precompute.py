@@ -32,6 +32,7 @@ from dspark.log_setup import set_up_logging
 from dspark.manifest import existing_shard_indices, manifest_path
 from dspark.options import build_parser as _build_parser
 from dspark.options import validate_args as _validate_args
+from dspark.options import validate_processes
 from dspark.rendezvous import join_group
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def _run(args: argparse.Namespace, group: "Group | None" = None) -> int:
 def _refuse_at_once(args: argparse.Namespace, goes_on: bool) -> None:
     """Refuse what needs no import."""
     _validate_args(args)
+    validate_processes(args)
     existing = existing_shard_indices(args.output_dir)
     if existing and not goes_on and not args.dry_run:
         raise CacheError(
