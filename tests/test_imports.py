@@ -26,7 +26,7 @@ GROUPS = {
     "input": ("split_slice row_files columns rows", "base"),
     "chat": ("instrument messages watch template habits rendered alignment mask chat", "base"),
     "tokens": ("encoding tokens", "base input chat"),
-    "target": ("head layers recorder capture target_check target", "base"),
+    "target": ("tensor_parallel head layers recorder capture target_check target", "base"),
     "verify": (
         "directory_check manifest_check cache_content cache_check cache_rows recompute verify",
         "base disk schema target",
@@ -36,7 +36,7 @@ GROUPS = {
         "base disk schema input chat tokens verify",
     ),
     "command": (
-        "forward bad_states staging pipeline forecast settings workplace reading run precompute",
+        "forward bad_states staging pipeline forecast settings workplace survey reading run precompute",
         "base disk schema input chat tokens target verify",
     ),
 }

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark.errors import TargetError
 from dspark.logits import HeadTransform
+from dspark.tensor_parallel import whole
 
 # What model families call a factor on, a divisor of and a cap of the logits.
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -69,7 +70,7 @@ def plain_embedding(module: nn.Module, *, num_ids: int) -> nn.Module:
         num_ids: How many ids to ask for where the weight itself cannot be read.
     """
     if _is_readable(module):
-        return module
+        return _gathered(module)
     device = execution_device(module)
     starts = range(0, num_ids, _ROWS)
     blocks = [torch.arange(i, min(i + _ROWS, num_ids), device=device) for i in starts]
@@ -86,7 +87,7 @@ def plain_head(module: nn.Module, *, hidden_size: int, dtype: torch.dtype) -> nn
         dtype: The dtype of its input.
     """
     if _is_readable(module):
-        return module
+        return _gathered(module)
     device = execution_device(module)
     bias = module(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0]
     columns = []
@@ -95,6 +96,15 @@ def plain_head(module: nn.Module, *, hidden_size: int, dtype: torch.dtype) -> nn
         columns.append((module(unit) - bias).cpu())
     weight = torch.cat(columns).T.contiguous()
     return PlainWeights(weight, bias.cpu() if bool(bias.any()) else None)
+
+
+def _gathered(module: nn.Module) -> nn.Module:
+    """Return `module`, or its whole weights where several ranks hold a slice each."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    parts = [part for part in (weight, bias) if isinstance(part, Tensor)]
+    if all(whole(part) is part for part in parts):
+        return module
+    return PlainWeights(*(whole(part) for part in parts))
 
 
 def execution_device(module: nn.Module) -> torch.device:

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 STALE_SECONDS = 60.0
 _REFRESH_SECONDS = 10.0
-_WAIT_SECONDS = 0.2
 _ATTEMPTS = 50  # at a lock that others are taking over at the same moment
 _WAIT_SECONDS = 0.05
 
@@ -40,14 +39,14 @@ class WriterLock:
 
     Args:
         path: The lock file; its directory must exist.
-        wait: Whether to wait for another writer to end.
+        wait: Seconds to wait for another writer to end.
 
     Raises:
         CacheError: On entering, if another writer lives: naming host, process and since when.
         OSError: If the file cannot be written.
     """
 
-    def __init__(self, path: Path, *, wait: bool = False) -> None:
+    def __init__(self, path: Path, *, wait: float = 0.0) -> None:
         self.path = path
         self._wait = wait
         self._token = uuid4().hex
@@ -74,11 +73,12 @@ class WriterLock:
 
     def __enter__(self) -> "WriterLock":
         attempts = 0
+        deadline = time.monotonic() + self._wait
         while attempts < _ATTEMPTS:
             if self._create():
                 threading.Thread(target=self._refresh, name="dspark-lock", daemon=True).start()
                 return self
-            if self._wait and lock_lives(self.path, read_lock(self.path)):
+            if time.monotonic() < deadline and lock_lives(self.path, read_lock(self.path)):
                 time.sleep(_WAIT_SECONDS)
                 continue
             self._remove_if_dead()
@@ -169,7 +169,7 @@ def _link(whole: Path, path: Path) -> bool:
     """Give `path` the content of `whole`, unless it exists."""
     try:
         os.link(whole, path)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):  # the second: another run has cleaned up
         return False
     except OSError:  # no hard links here: for a moment the lock is empty
         with contextlib.suppress(FileExistsError), path.open("xb") as file:

@@ -60,8 +60,8 @@ def validate_processes(args: argparse.Namespace) -> None:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if args.device_map is not None and max(ranks_here, args.tensor_parallel) > 1:
         raise ValueError(
-            f"--device-map {args.device_map} has one rank spread the target over all devices of a "
-            f"its machine, but {ranks_here} run on this one, --tensor-parallel {args.tensor_parallel}. "
+            f"--device-map {args.device_map} has one rank spread the target over its machine's "
+            f"devices, but {ranks_here} ranks run here, --tensor-parallel {args.tensor_parallel}. "
             "Give one of the two flags, and one rank per machine with --device-map."
         )
     if (args.num_parts is None) != (args.part is None):

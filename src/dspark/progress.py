@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
 
@@ -72,11 +72,21 @@ class Progress:
         with self._lock:
             self._bar.close()
 
-    def summary(self) -> str:
-        """What this process did and at which rate, in words."""
-        rows, tokens = self._own
+    @property
+    def written(self) -> list[int]:
+        """Rows, tokens and shards that this process wrote."""
+        return [*self._own, self._shards]
+
+    def summary(self, written: Sequence[Sequence[int]]) -> str:
+        """What was done and at which rate, in words.
+
+        Args:
+            written: Rows, tokens and shards of every rank.
+        """
+        rows, tokens, shards = (sum(column) for column in zip(*written, strict=True))
+        self._others = lambda: (rows - self._own[0], tokens - self._own[1])
         seconds = time.monotonic() - self._begun
-        return f"{rows} rows, {self._shards} shards, {self._rates(tokens)} in {_duration(seconds)}"
+        return f"{rows} rows, {shards} shards, {self._rates(tokens)} in {_duration(seconds)}"
 
     def _counts(self) -> tuple[int, int]:
         rows, tokens = self._others()

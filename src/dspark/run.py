@@ -8,29 +8,26 @@ and published as a whole by one of them.
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from dspark.cache import DTYPE_MAP, read_manifest, write_manifest, write_target_weights
-from dspark.cache_manifest import padding_values
+from dspark.bad_states import masked_rows
+from dspark.cache import DTYPE_MAP, write_manifest, write_target_weights
 from dspark.capture import Target
 from dspark.errors import CacheError
 from dspark.forecast import Forecast, make_forecast
-from dspark.forward import ShardSettings, shard_record
+from dspark.forward import ShardSettings
 from dspark.group import Group
 from dspark.interrupts import StopRequest
 from dspark.manifest import (
     check_shard_indices,
     existing_shard_indices,
     manifest_path,
-    shard_path,
 )
 from dspark.manifest_check import finished_manifest
 from dspark.pipeline import follow_shards, write_shards
@@ -38,9 +35,10 @@ from dspark.plan import count_shards, deal_shards, shard_rows
 from dspark.progress import Progress
 from dspark.run_log import describe_run, noted_run
 from dspark.settings import RunSettings
-from dspark.shard_check import check_shard
+from dspark.survey import Survey
 from dspark.target import check_target, load_target
-from dspark.target_weights import check_target_weights
+from dspark.target_weights import read_head_transform
+from dspark.tensor_parallel import connected
 from dspark.tokens import Tokens
 from dspark.workplace import Workplace
 
@@ -83,6 +81,11 @@ class Run:
         return self.settings.args.num_parts is not None
 
     @cached_property
+    def survey(self) -> Survey:
+        """Looks at the files of the cache."""
+        return Survey(self.cache_dir, self.manifest, self.tokens, self.shards)
+
+    @cached_property
     def responsible(self) -> list[int]:
         """The shards that this run is to see to: all, or those of its part."""
         if not self.is_part:
@@ -93,30 +96,22 @@ class Run:
     @cached_property
     def missing(self) -> list[int]:
         """The shards to compute: those that are not there or fail their check."""
-        existing = existing_shard_indices(self.cache_dir)
-        missing = [index for index in self.responsible if index not in existing]
-        mine = [
-            index
-            for index in self.responsible
-            if index in existing and index % self.group.world_size == self.group.rank
-        ]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            passes = pool.map(self._passes_check, mine)
-            bar = tqdm(
-                passes,
-                "checking shards",
-                len(mine),
-                disable=None if self.group.is_first else True,
-                leave=False,
+        group = self.group
+        existing = set(
+            group.from_first(  # the same for all, whatever their file systems remember
+                "existing", lambda: sorted(existing_shard_indices(self.cache_dir))
             )
-            damaged = [index for index, passed in zip(mine, bar, strict=True) if not passed]
-        by_rank = self.group.collect("damaged", damaged)
-        return list(self.group.from_first("missing", lambda: sorted(sum(by_rank, missing))))
+        )
+        there = [index for index in self.responsible if index in existing]
+        mine = there[group.rank :: group.world_size]
+        damaged = group.collect("damaged", self.survey.damaged(mine, silent=not group.is_first))
+        missing = [index for index in self.responsible if index not in existing]
+        return list(group.from_first("missing", lambda: sorted(sum(damaged, missing))))
 
     @cached_property
     def weights_missing(self) -> bool:
         """Whether embedding and head are not there or not whole."""
-        return bool(self.group.from_first("weights-missing", self._weights_fail_check))
+        return bool(self.group.from_first("weights-missing", lambda: self.survey.weights_damaged))
 
     def look_at_files(self) -> None:
         """Find out what is missing, all ranks together."""
@@ -125,7 +120,7 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether the cache is marked complete and what this run sees to passes its check."""
-        complete = self._is_marked_complete()
+        complete = self.survey.is_marked_complete
         return complete and not self.missing and not self.weights_missing
 
     def forecast(self) -> Forecast:
@@ -143,7 +138,8 @@ class Run:
 
     def begin(self) -> None:
         """Write the manifest as incomplete; other parts may have done so before."""
-        if not (self.is_part and os.path.exists(manifest_path(self.cache_dir))):
+        is_begun = os.path.exists(manifest_path(self.cache_dir))
+        if not (self.is_part and is_begun and not self.survey.is_marked_complete):
             write_manifest(self.cache_dir, self.manifest | {"complete": False})
 
     def write(self) -> None:
@@ -157,12 +153,10 @@ class Run:
         """
         with self._noted():
             if self.missing or self.weights_missing:
-                target = self._load_target()
-                if self.weights_missing and self.group.is_first:
-                    write_target_weights(
-                        self.cache_dir, target.embed_tokens, target.lm_head, self.shards.dtype
-                    )
-                self._compute(target)
+                with connected(self.group, self.settings.device):
+                    target = self._load_target()
+                    self._write_weights(target)
+                    self._compute(target)
             if self.group.is_first:
                 with self.workplace.alone():
                     self._finish()
@@ -205,34 +199,6 @@ class Run:
         )
         return slice(rows.start, rows.stop)
 
-    def _passes_check(self, index: int) -> bool:
-        try:
-            check_shard(
-                Path(shard_path(self.cache_dir, index)),
-                self.shards.row_specs,
-                shard_record(index, self.tokens, self.shards),
-                padding=padding_values(self.manifest),
-            )
-        except CacheError as error:
-            logger.warning("shard %d is written again: %s", index, error)
-            return False
-        return True
-
-    def _weights_fail_check(self) -> bool:
-        try:
-            check_target_weights(self.cache_dir, identity=self.shards.identity)
-        except FileNotFoundError:
-            return True
-        except CacheError as error:
-            logger.warning("the target's weights are written again: %s", error)
-            return True
-        return False
-
-    def _is_marked_complete(self) -> bool:
-        if not os.path.exists(manifest_path(self.cache_dir)):
-            return False
-        return read_manifest(self.cache_dir, allow_incomplete=True).get("complete") is True
-
     def _load_target(self) -> Target:
         settings, args = self.settings, self.settings.args
         logger.info(
@@ -250,10 +216,21 @@ class Run:
             revision=args.revision,
             trust_remote_code=args.trust_remote_code,
             device_map=args.device_map,
+            tensor_parallel=self.group.tensor_parallel,
         )
         if not args.no_target_check:
             check_target(target)
         return target
+
+    def _write_weights(self, target: Target) -> None:
+        """Write embedding and head if they are missing; ranks of one target fetch them together."""
+        if not self.weights_missing or self.group.share != 0:
+            return
+        embed_tokens, lm_head = target.embed_tokens, target.lm_head
+        if self.group.is_first:
+            write_target_weights(
+                self.cache_dir, embed_tokens, lm_head, self.shards.dtype, transform=target.head
+            )
 
     def _compute(self, target: Target) -> None:
         group = self.group
@@ -286,7 +263,13 @@ class Run:
                 )
             else:
                 follow_shards(mine, target, self.tokens, self.shards, check_stop)
-            group.collect("done", True, while_waiting=progress.refresh)
+
+            def wait() -> None:
+                progress.refresh()
+                stop.check(math.inf)
+
+            written = group.collect("written", progress.written, while_waiting=wait)
+            logger.info("wrote %s", progress.summary(written or [progress.written]))
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Progress]:
@@ -299,17 +282,48 @@ class Run:
         )
         try:
             yield progress
-            logger.info("wrote %s", progress.summary())
         finally:
             progress.close()
 
     def _finish(self) -> None:
         """Mark the cache complete if every file is there, with the digest of each one's header."""
-        if self.is_part and existing_shard_indices(self.cache_dir) != set(range(self.num_shards)):
+        if self.is_part and not self._other_parts_are_done():
             logger.info("part %d is done; other parts are not yet", self.settings.args.part)
             return
-        if self._is_marked_complete():
+        if self.survey.is_marked_complete:
             return
         check_shard_indices(self.cache_dir, self.num_shards)
-        write_manifest(self.cache_dir, finished_manifest(self.cache_dir, self.manifest))
+        write_manifest(
+            self.cache_dir, finished_manifest(self.cache_dir, self.manifest | self._findings())
+        )
         logger.info("%s is finished: %d shards", self.cache_dir, self.num_shards)
+
+    def _other_parts_are_done(self) -> bool:
+        """Whether what this part is not responsible for is there and passes its check.
+
+        Raises:
+            CacheError: If something is damaged, and no part lives that may be writing it again.
+        """
+        others = sorted(set(range(self.num_shards)) - set(self.responsible))
+        if not existing_shard_indices(self.cache_dir).issuperset(others):
+            return False
+        damaged = self.survey.damaged(others)
+        if not damaged and not self.survey.weights_damaged:
+            return True
+        if self.workplace.other_parts_live():
+            return False
+        parts = self._deal(range(self.num_shards), self.settings.args.num_parts)
+        to_run = [part for part, share in enumerate(parts) if set(share) & set(damaged)]
+        raise CacheError(
+            f"{self.cache_dir} is not done: shards {damaged} are damaged. Run part "
+            f"{' and '.join(map(str, to_run or [self.settings.args.part]))} again."
+        )
+
+    def _findings(self) -> dict[str, Any]:
+        """The provenance with what only the written files tell, where they tell something."""
+        found = {
+            "logits": read_head_transform(self.cache_dir).extras,
+            "masked_rows": list(masked_rows(self.cache_dir, self.tokens, self.shards)),
+        }
+        told = {name: value for name, value in found.items() if value}
+        return {"provenance": self.manifest["provenance"] | told}

@@ -15,6 +15,7 @@ from dspark.chat import load_tokenizer
 from dspark.errors import TargetError
 from dspark.layers import text_config_of
 from dspark.target import check_layer_ids, check_seq_length, default_layer_ids, load_config
+from dspark.tensor_parallel import refuse_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,9 @@ def decide_settings(args: argparse.Namespace) -> RunSettings:
     config = load_config(
         args.target_model, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
+    refuse_unfit(config, num_ranks=args.tensor_parallel, device=device)
     check_seq_length(config, seq_length=args.seq_length)
+    refuse_unfit(config, num_ranks=args.tensor_parallel, device=device)
     check_seq_length(config, seq_length=args.seq_length)
     layer_ids = choose_layers(
         args.target_layer_ids,

@@ -27,6 +27,7 @@ from dspark.capture import Captured, Target
 from dspark.errors import TargetError
 from dspark.layers import text_config_of
 from dspark.target_check import check_target
+from dspark.tensor_parallel import loading_options
 
 __all__ = [
     "Captured",
@@ -180,6 +181,7 @@ def load_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
     device_map: str | dict[str, Any] | None = None,
+    tensor_parallel: int = 1,
 ) -> Target:
     """Load the frozen model and find its text decoder.
 
@@ -192,6 +194,8 @@ def load_target(
         revision: The hub revision.
         trust_remote_code: Whether code shipped with the model may be run.
         device_map: As transformers takes it; needs the package accelerate.
+        tensor_parallel: How many ranks hold the model together; all of them load it at this moment,
+            within `dspark.tensor_parallel.connected`.
 
     Raises:
         TargetError: If the model cannot be loaded, needs code that is not trusted, or has a layout
@@ -199,22 +203,24 @@ def load_target(
     """
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     check_layer_ids(layer_ids, num_layers=text_config_of(config).num_hidden_layers)
-    wanted = {
-        "attn_implementation": attn_implementation,
-        "device_map": device_map if device_map is not None else _whole_on(device),
-    }
+    if device_map is None and tensor_parallel == 1:
+        device_map = _whole_on(device)
+    wanted = {"attn_implementation": attn_implementation, "device_map": device_map}
     try:
-        model = _auto_class(config).from_pretrained(
-            name,
-            config=config,
-            dtype=compute_dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            **{key: value for key, value in wanted.items() if value is not None},
-        )
+        with loading_options(tensor_parallel) as options:
+            model = _auto_class(config).from_pretrained(
+                name,
+                config=config,
+                dtype=compute_dtype,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                **{key: value for key, value in wanted.items() if value is not None},
+                **options,
+            )
     except (OSError, ValueError, ImportError) as error:
         raise TargetError(f"cannot load {name}: {error}") from error
-    return Target(model.to(device) if wanted["device_map"] is None else model, layer_ids)
+    is_placed = device_map is not None or tensor_parallel > 1
+    return Target(model if is_placed else model.to(device), layer_ids)
 
 
 def _auto_class(config: PretrainedConfig) -> Any:

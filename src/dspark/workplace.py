@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from typing import Any
 from dspark.errors import CacheError
 from dspark.group import Group
 from dspark.identity import FileHashes
-from dspark.lock import WriterLock, lock_lives, read_lock
+from dspark.lock import STALE_SECONDS, WriterLock, lock_lives, read_lock
 from dspark.log_setup import log_to
 from dspark.publish import remove_leftovers
 
@@ -57,7 +58,7 @@ class Workplace:
         self.hashes = FileHashes(path / "weights.json")
         self._lock = lock
         self._shared = shared
-        self._found = set(path.glob("tokens-*"))
+        self._rejected: set[Path] = set()  # until `accept`, what this run makes itself
 
     @property
     def run_log(self) -> Path:
@@ -73,18 +74,27 @@ class Workplace:
         if self._lock is not None:
             self._lock.check()
 
+    def other_parts_live(self) -> bool:
+        """Whether any other part of the run lives at this moment."""
+        own = None if self._lock is None else self._lock.path
+        locks = [path for path in self.path.glob("part-*.lock") if path != own]
+        return any(lock_lives(path, read_lock(path)) for path in locks)
+
     def tokens(self, key: Mapping[str, Any]) -> Path:
         """Return where the tokens decided by `key` lie."""
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        return self.path / f"tokens-{digest[:16]}"
+        directory = self.path / f"tokens-{digest[:16]}"
+        if not directory.exists():
+            self._rejected.add(directory)
+        return directory
 
     def accept(self, tokens: Path) -> None:
         """Keep what this run found out and `tokens` alone; remove what runs that died left."""
-        self.hashes.save()
-        self._found = {tokens}
+        self._rejected = set(self.path.glob("tokens-*")) - {tokens}
         if self._lock is None:
             return
-        owner = self.owner if self._shared else None
+        self.hashes.save()
+        owner = self.owner if self._shared and self.other_parts_live() else None
         leftovers = remove_leftovers(self.path.parent, owner=owner)
         leftovers += remove_leftovers(self.path, owner=owner)
         leftovers += remove_leftovers(tokens)  # nobody else is at them now: see `alone`
@@ -97,13 +107,13 @@ class Workplace:
         if not self._shared:
             yield
             return
-        with WriterLock(self.path / _START_LOCK, wait=True):
+        with WriterLock(self.path / _START_LOCK, wait=math.inf):
             yield
 
     def remove_rejected(self) -> None:
         """Remove the tokens that are not those of the run accepted last."""
-        if self._lock is not None:
-            for directory in set(self.path.glob("tokens-*")) - self._found:
+        for directory in self._rejected if self._lock is not None else ():
+            if directory.exists():
                 shutil.rmtree(directory)
 
 
@@ -116,18 +126,20 @@ def open_workplace(args: argparse.Namespace, group: Group) -> Iterator[Workplace
         OSError: If it cannot be written.
     """
     path = Path(args.output_dir) / ".dspark"
+    is_part = args.num_parts is not None
+    owner = f"part-{args.part}" if is_part else "run"
     with contextlib.ExitStack() as stack:
         if not group.is_first:
             group.from_first("workplace", lambda: True)
             (path / "logs").mkdir(exist_ok=True)
-            log_to(path / "logs" / f"rank-{group.rank}.log")
-            yield Workplace(path, None, owner=f"rank-{group.rank}", shared=False)
+            log_to(path / "logs" / f"{owner}-rank-{group.rank}.log")
+            yield Workplace(path, None, owner=owner, shared=False)
             return
         path.mkdir(parents=True, exist_ok=True)
-        is_part = args.num_parts is not None
-        owner = f"part-{args.part}" if is_part else "run"
         name = f"part-{args.part}-of-{args.num_parts}.lock" if is_part else _WRITER_LOCK
-        lock = stack.enter_context(WriterLock(path / name))
+        # The lock of a rank 0 that was killed on another machine lives on for a while.
+        patience = 1.5 * STALE_SECONDS if group.is_restarted else 0.0
+        lock = stack.enter_context(WriterLock(path / name, wait=patience))
         _refuse_other_writers(path, name, args.num_parts)
         workplace = Workplace(path, lock, owner=owner, shared=is_part)
         stack.callback(workplace.remove_rejected)
