@@ -248,6 +248,15 @@ TEMPLATES = {
         "{{ answer(m) }}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
         "{% endif %}{% endfor %}"
     ),
+    # A macro goes through the other messages to print something of one.
+    "macro-lookup": (
+        "{% macro name_of(id) %}{% for o in messages %}{% for c in o.tool_calls or [] %}"
+        "{% if c.id == id %}{{ c.function.name }}{% endif %}{% endfor %}{% endfor %}{% endmacro %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% if m.role == 'tool' %}{{ name_of(m.tool_call_id) }}: {% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+    ),
     "captured-rewriting": (
         "{% set body %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"

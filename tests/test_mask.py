@@ -393,15 +393,24 @@ class TestGenerationPrompt:
 
 
 class TestTools:
+    ROW: dict[str, Any] = {  # noqa: RUF012
+        "messages": [
+            user("q"),
+            assistant("", tool_calls=[weather({"city": "Oslo"})]),
+            {"role": "tool", "tool_call_id": "call_1234", "content": "cold"},
+            assistant("It is cold."),
+        ]
+    }
+
     def test_calls_are_supervised_and_results_are_not(self) -> None:
-        row = {
-            "messages": [
-                user("q"),
-                assistant("", tool_calls=[weather({"city": "Oslo"})]),
-                {"role": "tool", "content": "cold"},
-                assistant("It is cold."),
-            ]
-        }
-        call, answer = supervised(encode("tojson", row))
+        call, answer = supervised(encode("tojson", self.ROW))
         assert '{"city": "Oslo"}' in call
         assert answer == "<|im_start|>assistant\nIt is cold.<|im_end|>\n"
+
+    def test_a_macro_that_looks_up_the_call_of_a_result_supervises_nothing_of_it(self) -> None:
+        result = encode("macro-lookup", self.ROW)
+        assert "<|im_start|>tool\nweather: cold<|im_end|>" in text(result)
+        assert supervised(result) == [
+            '<|im_start|>assistant\n{"city": "Oslo"}<|im_end|>\n',
+            "<|im_start|>assistant\nIt is cold.<|im_end|>\n",
+        ]

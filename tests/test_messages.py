@@ -253,5 +253,13 @@ class TestToolCalls:
         assert "cold" in text(result)
         assert "".join(supervised(result)).count("cold") == 1  # the answer's own
 
+    @pytest.mark.parametrize("template", ["items", "tojson", "macro-lookup"])
+    def test_a_template_that_insists_on_tools_is_understood_too(self, template: str) -> None:
+        insisting = "{% for t in tools %}{{ t.name }}{% endfor %}" + TEMPLATES[template]
+        row = {**calling(json.dumps({"city": "Oslo"})), "tools": [TOOL]}
+        result = encode(insisting, row)
+        assert "Oslo" in supervised(result)[0]
+        assert '\\"' not in text(result)
+
     def test_calls_that_the_template_does_not_print_are_warned_of(self) -> None:
         assert "tool calls" in encode("chatml", calling({"city": "Oslo"})).warnings[0]

@@ -8,28 +8,37 @@ of parts. Given the wrong one they fail, print it quoted twice, or print nothing
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from dspark.errors import RowError
 from dspark.messages import REASONING_NAMES, Message
 from dspark.template import ChatTemplate
 
-_ARGUMENTS = {"probe_key": "probe value"}
+_WORDS = ("probe_key", "probe value")
+_ARGUMENTS = dict([_WORDS])
 _DUMPED = json.dumps(_ARGUMENTS)
 _TEXT = "probe text"
 _CHAT: list[Message] = [
     {"role": "user", "content": _TEXT},
     {"role": "assistant", "content": "probe answer"},
 ]
+_FUNCTION = {"name": "probe_name", "arguments": _ARGUMENTS}
 _CALL: Message = {
     "role": "assistant",
-    "tool_calls": [
-        {
-            "id": "probe1234",
-            "type": "function",
-            "function": {"name": "probe_name", "arguments": _ARGUMENTS},
-        }
-    ],
+    "tool_calls": [{"id": "probe1234", "type": "function", "function": _FUNCTION}],
+}
+_REST: tuple[Message, ...] = (
+    {"role": "tool", "name": "probe_name", "tool_call_id": "probe1234", "content": "probe result"},
+    _CHAT[1],
+)
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_name",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
 }
 
 
@@ -111,19 +120,21 @@ def find_habits(template: ChatTemplate) -> Habits:
 
 
 def _print(template: ChatTemplate, habits: Habits, messages: Sequence[Message]) -> str:
-    try:
-        return template.render([habits.adapt(message) for message in messages], None).text
-    except RowError:
-        return ""
+    """Render a probe, with the tools or the rest of the conversation that some templates need."""
+    for rest, tools in product(((), _REST), (None, [_TOOL])):
+        try:
+            adapted = [habits.adapt(message) for message in (*messages, *rest)]
+            return template.render(adapted, tools).text
+        except RowError:
+            continue
+    return ""
 
 
 def _prints_call(template: ChatTemplate, habits: Habits, content: str | None) -> bool:
     """Whether a tool call's arguments come out, as an object or its pasted JSON, and only once."""
     text = _print(template, habits, [_CHAT[0], {**_CALL, "content": content}])
-    if "probe_name" not in text or text.count("None") > _print(template, habits, _CHAT).count(
-        "None"
-    ):
+    if text.count("None") > _print(template, habits, _CHAT).count("None"):
         return False
     if not habits.object_arguments:
         return _DUMPED in text
-    return "probe_key" in text and "probe value" in text and repr(_ARGUMENTS) not in text
+    return all(word in text for word in _WORDS) and repr(_ARGUMENTS) not in text

@@ -81,6 +81,7 @@ class Watcher:
         for name, handler in handlers.items():
             self.calls[name] = self._silently(handler)
             self.calls[name + PRINTED] = self._with_mark(handler)
+        self.calls[ITEM + PRINTED] = self._with_mark(self._gathered_item)
 
     def _silently(self, handler: Callable[..., Event | None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -109,6 +110,12 @@ class Watcher:
         self._unwind(loop)
         self._stack.append((loop, number))
         return "message", number
+
+    def _gathered_item(self, loop: int, item: Any, *containers: Any) -> Event | None:
+        # A macro that is called while a loop is on a message looks other messages up for its sake.
+        if self._stack and all(entry != loop for entry, _ in self._stack):
+            return None
+        return self._item(loop, item, *containers)
 
     def _indexed(self, item: int, containers: tuple[Any, ...]) -> int | None:
         """Return the message that a loop over numbers means by ``messages[item]``."""
