@@ -13,12 +13,12 @@ Without a launcher there is one rank, and nothing of this does anything.
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dspark.heartbeat import Heartbeat
-from dspark.interrupts import PeerFailed
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -54,6 +54,11 @@ class Group:
         self.is_restarted = is_restarted
         self.tensor_parallel = 1
         self._heartbeat = None if store is None else Heartbeat(store, rank, world_size)
+
+    @property
+    def label(self) -> str:
+        """What names this rank in a message; nothing where there is no other."""
+        return "" if self.store is None else f"rank {self.rank} on {socket.gethostname()}: "
 
     @property
     def is_first(self) -> bool:
@@ -94,11 +99,11 @@ class Group:
         Raises:
             PeerFailed: If rank 0 fails.
         """
-        if self.store is None:
+        if self._heartbeat is None:
             return make()
         if self.is_first:
             value = make()
-            self.store.set(f"first/{name}", json.dumps(value))
+            self._put(f"first/{name}", value)
             return value
         return self._wait_for(f"first/{name}")
 
@@ -133,9 +138,9 @@ class Group:
         Raises:
             PeerFailed: If one of them fails.
         """
-        if self.store is None:
+        if self._heartbeat is None:
             return [value]
-        self.store.set(f"collect/{name}/{self.rank}", json.dumps(value))
+        self._put(f"collect/{name}/{self.rank}", value)
         if not self.is_first:
             return []
         keys = [f"collect/{name}/{rank}" for rank in range(self.world_size)]
@@ -156,32 +161,35 @@ class Group:
         return (0, 0) if self._heartbeat is None else self._heartbeat.others_counts()
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator["Group"]:
+    def watched(
+        self, report: Callable[[BaseException], None] = lambda error: None
+    ) -> Iterator["Group"]:
         """Watch the others as long as the block runs, tell them if it fails, and end with them.
+
+        Args:
+            report: Tells the user why the run fails. It is called on one rank, before any ends.
 
         Raises:
             PeerFailed: If another rank failed first.
         """
         if self._heartbeat is None:
-            yield self
+            try:
+                yield self
+            except BaseException as error:
+                report(error)
+                raise
             return
         try:
-            with self._heartbeat.running():
-                try:
-                    yield self
-                    self.from_first("end", bool)
-                except PeerFailed:
-                    raise
-                except BaseException as error:
-                    self._heartbeat.tell(error)
-                    raise
+            with self._heartbeat.running(report):
+                yield self
+                self.from_first("end", bool)
         finally:
             self._leave()
 
     def _leave(self) -> None:
         """Say goodbye; where the store lives in rank 0, it waits until the others have gone."""
         assert self.store is not None
-        with contextlib.suppress(Exception):  # nothing depends on it any more
+        with contextlib.suppress(RuntimeError):  # nothing depends on it any more
             self.store.set(f"left/{self.rank}", "")
             if self.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 deadline = time.monotonic() + _LEAVE_SECONDS
@@ -189,13 +197,21 @@ class Group:
                 while not self.store.check(goodbyes) and time.monotonic() < deadline:
                     time.sleep(_POLL_SECONDS[0])
 
+    def _put(self, key: str, value: Any) -> None:
+        assert self.store is not None
+        assert self._heartbeat is not None
+        with self._heartbeat.answering():
+            self.store.set(key, json.dumps(value))
+
     def _wait_for(self, key: str, while_waiting: Callable[[], None] = lambda: None) -> Any:
         assert self.store is not None
         assert self._heartbeat is not None
         pause, longest = _POLL_SECONDS
-        while not self.store.check([key]):
+        while True:
+            with self._heartbeat.answering():
+                if self.store.check([key]):
+                    return json.loads(self.store.get(key))
             self._heartbeat.check()
             while_waiting()
             time.sleep(pause)
             pause = min(1.2 * pause, longest)
-        return json.loads(self.store.get(key))

@@ -1,10 +1,11 @@
 """How the ranks of a run notice that one of them is gone, and end together.
 
-Every rank tells the others' store, every two seconds, that it lives and what it has written. A rank
-that fails says so there. One that dies cannot: rank 0 watches all the others, and they watch it.
+Every two seconds a rank tells the store that it lives and what it has written. A rank that fails
+says so there. One that dies cannot: rank 0 watches all the others, and they watch it.
 
-    failed         the first failure, as JSON
     beat/<rank>    [number, rows, tokens]
+    claimed        the first failure, as JSON: who finds it tells the user,
+    failed         and only then, here, the other ranks: a launcher kills all when one ends
 
 One thread talks to the store. Another ends this process when that is due, since the first may hang
 together with the network. Within a minute of a rank's end every process is gone.
@@ -18,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -33,7 +34,9 @@ logger = logging.getLogger(__name__)
 _BEAT_SECONDS = 2.0
 _SILENCE_SECONDS = 25.0  # after which a rank, or the store, counts as dead
 _UNWIND_SECONDS = 20.0  # for a main thread that is busy to end by itself
-_FAILED = "failed"
+_REPORT_SECONDS = 10.0  # for the first rank that fails to tell the user
+_POLL_SECONDS = 0.05
+_CLAIMED, _FAILED = "claimed", "failed"
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,11 @@ class Failure:
 
     Attributes:
         cause: What happened, in words.
-        is_told: Whether the rank concerned tells the user; nobody does where it died.
         may_finish: Whether the others may finish a shard that takes seconds: the rank was told to
             stop, as they will be.
     """
 
     cause: str
-    is_told: bool = True
     may_finish: bool = False
 
     @classmethod
@@ -82,6 +83,8 @@ class Heartbeat:
         self._over = threading.Event()
         self._ending = threading.Lock()
         self._wakes = False
+        self._report: Callable[[BaseException], None] = lambda error: None
+        self._is_lost = False
 
     def count(self, rows: int, tokens: int) -> None:
         """Add to what this rank has written; told with the next beat."""
@@ -100,27 +103,27 @@ class Heartbeat:
             may_finish: Whether this rank is at something that a `Failure` may let it finish.
         """
         if self.failure is not None and not (may_finish and self.failure.may_finish):
-            raise PeerFailed(self.failure.cause, is_told=self.failure.is_told)
-
-    def tell(self, error: BaseException) -> None:
-        """Say that this rank fails.
-
-        Raises:
-            PeerFailed: If another has failed before: then its message is the one to show.
-        """
-        mine = json.dumps(asdict(Failure.of(error, self._rank)))
-        try:
-            first = self._store.compare_set(_FAILED, "", mine).decode()
-        except Exception:
-            return  # the store is gone: nobody else can say it
-        if first != mine:
-            logger.error("%s", Failure.of(error, self._rank).cause)
-            failure = Failure(**json.loads(first))
-            raise PeerFailed(failure.cause, is_told=failure.is_told) from error
+            raise PeerFailed(self.failure.cause)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Beat and watch while the block runs; wake it with `PeerFailed` when it has to end."""
+    def answering(self) -> Iterator[None]:
+        """Raise `PeerFailed` where a call of the store in the block finds that it is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerFailed(self._lost(error).cause) from error
+
+    @contextlib.contextmanager
+    def running(self, report: Callable[[BaseException], None]) -> Iterator[None]:
+        """Beat and watch while the block runs; wake it with `PeerFailed` when it has to end.
+
+        Args:
+            report: Tells the user; called for the first failure, on one rank.
+
+        Raises:
+            PeerFailed: If the block raises and another rank has failed before.
+        """
+        self._report = report
         self._wakes = threading.current_thread() is threading.main_thread()
         previous = signal.signal(signal.SIGINT, self._on_interrupt) if self._wakes else None
         self._heard = {rank: (b"", time.monotonic()) for rank in self._watched}
@@ -129,11 +132,41 @@ class Heartbeat:
             threading.Thread(target=loop, name="dspark-heartbeat", daemon=True).start()
         try:
             yield
+        except PeerFailed:
+            raise
+        except BaseException as error:
+            self._tell(error)
+            raise
         finally:
             with self._ending:  # from here on nobody wakes this rank
                 self._over.set()
             if self._wakes:
                 signal.signal(signal.SIGINT, previous)
+
+    def _tell(self, error: BaseException) -> None:
+        """Say that this rank fails, unless another has done so before."""
+        failure = Failure.of(error, self._rank)
+        if not self._claim(failure, error):
+            logger.error("%s", failure.cause)
+            raise PeerFailed("another rank failed before") from error
+
+    def _claim(self, failure: Failure, error: BaseException) -> bool:
+        """Tell the user and then the other ranks of a failure, if it is the first."""
+        text = json.dumps(asdict(failure))
+        try:
+            is_first = self._store.compare_set(_CLAIMED, "", text).decode() == text
+            if is_first:
+                self._report(error)
+                self._store.set(_FAILED, text)
+                return True
+            deadline = time.monotonic() + _REPORT_SECONDS
+            while not self._store.check([_FAILED]) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            return False
+        except RuntimeError as gone:  # the store, and with it whoever could tell
+            logger.debug("the store does not answer: %s", gone)
+            self._report(error)
+            return True
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         self.check()
@@ -146,8 +179,8 @@ class Heartbeat:
             try:
                 self._beat(number)
                 failure = self._find_failure()
-            except Exception as error:
-                failure = _launcher_is_gone(error)
+            except RuntimeError as error:
+                failure = self._lost(error)
             self._answered = time.monotonic()
             self.failure = self.failure or failure
 
@@ -155,14 +188,12 @@ class Heartbeat:
         self._store.set(f"beat/{self._rank}", json.dumps([number, *self._written]))
 
     def _find_failure(self) -> Failure | None:
-        if not self._store.check([_FAILED]):
-            silent = [rank for rank in self._watched if not self._hear(rank)]
-            if not silent:
-                return None
+        silent = [rank for rank in self._watched if not self._hear(rank)]
+        if silent and not self._store.check([_CLAIMED]):
             cause = f"rank {silent[0]} has not been heard of for {_SILENCE_SECONDS:.0f} s"
-            mine = json.dumps(asdict(Failure(cause)))
-            if self._store.compare_set(_FAILED, "", mine).decode() == mine:
-                return Failure(cause, is_told=False)
+            self._claim(Failure(cause), PeerFailed(cause))
+        if not self._store.check([_FAILED]):
+            return None
         return Failure(**json.loads(self._store.get(_FAILED)))
 
     def _hear(self, rank: int) -> bool:
@@ -181,7 +212,7 @@ class Heartbeat:
             if self._over.wait(_BEAT_SECONDS / 4):
                 return
             if time.monotonic() - self._answered > _SILENCE_SECONDS:
-                self.failure = _launcher_is_gone(TimeoutError(f"{_SILENCE_SECONDS:.0f} s"))
+                self.failure = self._lost(TimeoutError(f"for {_SILENCE_SECONDS:.0f} s"))
         stops = self.failure.may_finish
         with self._ending:
             if self._over.is_set() or not self._wakes:
@@ -191,8 +222,11 @@ class Heartbeat:
             logger.error("%s; this process does not end by itself", self.failure.cause)
             os._exit(1)  # a hang would hold the whole job
 
-
-def _launcher_is_gone(error: Exception) -> Failure:
-    """What a rank finds when the store does not answer; one rank per machine tells it."""
-    cause = f"the launcher, or the machine of rank 0, does not answer ({error})"
-    return Failure(cause, is_told=os.environ.get("LOCAL_RANK", "0") != "0")
+    def _lost(self, error: Exception) -> Failure:
+        """The store does not answer, so this rank is alone; one per machine tells the user."""
+        cause = f"the launcher, or the machine of rank 0, does not answer ({error})"
+        with self._ending:
+            is_news, self._is_lost = not (self._is_lost or self._over.is_set()), True
+        if is_news and os.environ.get("LOCAL_RANK", "0") == "0":
+            self._report(PeerFailed(cause))
+        return Failure(cause)

@@ -51,15 +51,7 @@ def stopping_at_once() -> Iterator[None]:
 
 
 class PeerFailed(BaseException):
-    """Another rank of the run has failed, so this one ends as well.
-
-    Attributes:
-        is_told: Whether that rank tells the user itself. One that died does not.
-    """
-
-    def __init__(self, cause: str, *, is_told: bool = True) -> None:
-        super().__init__(cause)
-        self.is_told = is_told
+    """Another rank of the run has failed, and has said so: this one ends as well, silently."""
 
 
 class StopRequest:

@@ -66,22 +66,23 @@ def main(argv: list[str] | None = None) -> int:
     # tokenizer that is used before a fork would say so at length.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        with stopping_at_once(), join_group().watched() as group:
+        group = join_group()
+    except (OSError, ValueError) as error:
+        _report(Group(), error)
+        return 1
+    try:
+        with stopping_at_once(), group.watched(partial(_report, group)):
             args = group.first_then_all("arguments", partial(_parse, argv))
             set_up_logging(args.log_level, on_terminal=group.is_first)
             with _telling_how_to_go_on(args, _is_interruption):
                 return _run(args, group)
-    except KeyboardInterrupt as error:
-        return _fail("interrupted", error, 128 + signal.SIGINT)
-    except Stopped as error:
-        return _fail(str(error), error, 128 + error.signum)
+    except (KeyboardInterrupt, Stopped) as error:
+        return 128 + (error.signum if isinstance(error, Stopped) else signal.SIGINT)
     except PeerFailed as error:
-        logger.info("ending, because of %s", error)
-        return 1 if error.is_told else _fail(str(error), error, 1)
-    except (OSError, ValueError) as error:
-        if logger.isEnabledFor(logging.DEBUG):
-            traceback.print_exc()
-        return _fail(str(error), error, 1)
+        logger.info("ending: %s", error)
+        return 1
+    except Exception:
+        return 1
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -93,10 +94,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _fail(message: str, error: BaseException, code: int) -> int:
-    text = "\n".join([f"dspark.precompute: error: {message}", *getattr(error, "__notes__", [])])
-    print(" ".join(line.strip() for line in text.splitlines()), file=sys.stderr)
-    return code
+def _report(group: Group, error: BaseException) -> None:
+    """Tell the user in one line why the run ends; what is a fault of dspark, with its trace."""
+    if isinstance(error, SystemExit):  # argparse has told
+        return
+    is_expected = isinstance(error, KeyboardInterrupt | Stopped | PeerFailed | OSError | ValueError)
+    if not is_expected or logger.isEnabledFor(logging.DEBUG):
+        traceback.print_exception(error)
+    message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+    text = "\n".join([f"{group.label}{message}", *getattr(error, "__notes__", [])])
+    line = " ".join(line.strip() for line in text.splitlines())
+    print(f"dspark.precompute: error: {line}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
