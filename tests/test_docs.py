@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dspark.cache import build_cached_dspark_dataloader
 from learnable_cache import next_token_cache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,8 +119,16 @@ def test_every_make_target_and_script_in_the_documents_exists(document):
         assert (ROOT / script).exists(), f"{document.name} names {script}"
 
 
+def test_readme_describes_exactly_the_keywords_of_the_loader():
+    section = README.partition("## Reading a cache")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    described = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    keywords = set(inspect.signature(build_cached_dspark_dataloader).parameters)
+    assert described | {"cache_dir"} == keywords
+
+
 def test_the_training_loop_in_readme_runs(tmp_path):
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     cache = next_token_cache(tmp_path)
     names: dict[str, Any] = {}
     exec(block.replace("demo/cache", cache), names)
