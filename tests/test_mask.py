@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from chat_fixtures import TEMPLATES, chat, decode, encode, encoder, supervised, text, tiny_tokenizer
 from dspark.chat import ChatEncoder
@@ -298,6 +299,13 @@ class TestEnds:
     def test_a_turn_with_an_end_token_is_not_warned_of(self, template: str) -> None:
         assert encode(template, chat("q1", "a1", "q2", "")).warnings == ()
 
+    def test_an_end_token_is_known_by_being_marked_as_special(self) -> None:
+        tokenizer = tiny_tokenizer(
+            TEMPLATES["chatml"].replace("<|im_end|>", "<|stop|>"), eos_token="<|endoftext|>"
+        )
+        tokenizer.add_tokens([AddedToken("<|stop|>", special=True)])
+        assert ChatEncoder(tokenizer, seq_length=64).encode(TWO_TURNS).warnings == ()
+
 
 class TestCut:
     def test_a_cut_inside_an_answer_keeps_the_first_answer(self) -> None:
@@ -385,6 +393,14 @@ class TestGenerationPrompt:
         row = chat("a0", "q1", "a1", roles="aua")
         result = encode("chatml", row, mask_generation_prompt=True)
         assert supervised(result) == ["a0<|im_end|>\n", "a1<|im_end|>\n"]
+
+    def test_a_template_that_refuses_beginnings_gets_the_prompt_of_another_chat(self) -> None:
+        result = encode(
+            TEMPLATES["strict"].replace("== 0)", "== 1)"),  # answers come first
+            chat("a0", "q1", "a1", roles="aua"),
+            mask_generation_prompt=True,
+        )
+        assert supervised(result)[1] == "a1<|im_end|>\n"
 
     def test_both_options_together(self) -> None:
         row = {"messages": [user("q"), assistant("a", reasoning_content="r")]}

@@ -151,7 +151,10 @@ class ChatEncoder:
         self._templates = {source: ChatTemplate(source, variables) for source in sources}
         self._habits: dict[str, Habits] = {}
         self._tokenize = build_tokenize(self._tokenizer)
-        self._special_ids = frozenset(self._tokenizer.all_special_ids)
+        # An end token need not be among the named ones: Gemma's is only marked as special.
+        added = self._tokenizer.added_tokens_decoder.items()
+        marked = [number for number, token in added if token.special]
+        self._special_ids = frozenset([*self._tokenizer.all_special_ids, *marked])
         self._blank_ids = _BlankIds(self._tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ message; with tags the template decides. Nothing is shifted: the mask speaks of 
 Masks are uint8 [n] over the whole conversation, before it is cut.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,20 +93,21 @@ def drop_generation_prompt(chat: RenderedChat, mask: np.ndarray) -> None:
 
 def _generation_prompts(chat: RenderedChat, before: Sequence[Message]) -> list[list[int]]:
     """Return what ``add_generation_prompt`` appends to the messages before a turn."""
-    try:
-        plain = chat.ids_of(before)
-    except RowError:
-        # Nothing, or nothing that the template accepts alone: any prompt may stand for it.
-        before = [{"role": "user", "content": ""}]
-        plain = chat.ids_of(before)
-    variants: Iterable[dict[str, Any]] = [{}]
+    for messages in (before, [{"role": "user", "content": ""}]):
+        try:
+            return _appended(chat, messages)
+        except RowError:
+            continue  # not a conversation by itself: the prompt after any other stands for it
+    return []
+
+
+def _appended(chat: RenderedChat, messages: Sequence[Message]) -> list[list[int]]:
+    variants: list[dict[str, Any]] = [{}]
     if "enable_thinking" in chat.template.keys:
         variants = [{"enable_thinking": True}, {"enable_thinking": False}]
-    prompts = []
-    for variables in variants:
-        ids = chat.ids_of(before, add_generation_prompt=True, **variables)
-        prompts.append(ids[common_prefix(plain, ids) :])
-    return prompts
+    plain = chat.ids_of(messages)
+    prompted = [chat.ids_of(messages, add_generation_prompt=True, **v) for v in variants]
+    return [ids[common_prefix(plain, ids) :] for ids in prompted]
 
 
 def lacks_end_token(
