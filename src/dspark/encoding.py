@@ -180,8 +180,9 @@ _worker_encoder: ChatEncoder  # set once per worker process: sending it with eve
 def _init_worker(encoder: ChatEncoder) -> None:
     global _worker_encoder
     _worker_encoder = encoder
-    for signum in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the parent decides
-        signal.signal(signum, signal.SIG_IGN)
+    # Ctrl-C is sent to the whole group: the parent answers it. SIGTERM is how a pool that has lost
+    # a process ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

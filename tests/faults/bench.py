@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -15,7 +15,7 @@ from injection import Fault, to_json
 from tiny_target import cache_files, command_line
 
 HERE = Path(__file__).parent
-SECONDS = 120  # nothing here takes longer, on the slowest machine
+SECONDS = 300  # nothing here takes longer, on the slowest machine
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,12 @@ class Forked:
 
     def wait(self) -> Ended:
         code = int(self._answers.readline())
+        self.close()
+        return Ended(code, *((self._output / name).read_text() for name in ("stdout", "stderr")))
+
+    def close(self) -> None:
         self._answers.close()
         self._socket.close()
-        return Ended(code, *((self._output / name).read_text() for name in ("stdout", "stderr")))
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,17 @@ class Bench:
     reference: Path
     server: Path
     output: Path
+    started: list[Forked] = field(default_factory=list)
 
     def argv(self, cache: Path, *options: str) -> list[str]:
         return [*command_line(self.target, self.chats, cache), *options]
 
     def start(self, cache: Path, *options: str, faults: Sequence[Fault] = ()) -> Forked:
-        output = self.output / f"run-{len(list(self.output.iterdir()))}"
+        output = self.output / f"run-{len(self.started)}"
         output.mkdir()
-        return Forked(self.server, self.argv(cache, *options), list(faults), output)
+        run = Forked(self.server, self.argv(cache, *options), list(faults), output)
+        self.started.append(run)
+        return run
 
     def run(self, cache: Path, *options: str, faults: Sequence[Fault] = ()) -> Ended:
         return self.start(cache, *options, faults=faults).wait()

@@ -35,5 +35,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         assert server.poll() is None, (root / "server.log").read_text()
         time.sleep(0.05)
     yield bench
+    for run in bench.started:
+        run.close()
     server.terminate()
     server.wait(SECONDS)
