@@ -200,6 +200,12 @@ def test_memory_is_used_again_once_nothing_refers_to_it(cache):
     assert len(places) == 1
 
 
+def test_every_tensor_of_a_batch_begins_on_a_page(cache):
+    dataset = cache.open()
+    kept = [collate(dataset.__getitems__([row])) for row in range(11)]
+    assert {tensor.data_ptr() % 4096 for batch in kept for tensor in batch.values()} == {0}
+
+
 def test_memory_is_bounded_after_many_batches_were_kept(cache):
     dataset = cache.open()
     kept = [collate(dataset.__getitems__([0, 1]))["states"].data_ptr() for _ in range(20)]

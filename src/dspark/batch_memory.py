@@ -15,6 +15,8 @@ import torch
 
 Batch = dict[str, torch.Tensor]
 
+# numpy's own memory begins 16 bytes into a page; the kernel copies there at a third of its speed.
+_ALIGNMENT = 4096
 _MOST_IDLE = 2  # per tensor: the batch in use and the one being read
 
 
@@ -49,7 +51,7 @@ class RecycledMemory:
         block = self._reuse(name, capacity)
         # numpy's views of `lease` keep `lease` itself alive, as its base is no array; so do torch
         # tensors made of it. Its end is therefore the end of the last reference to the memory.
-        lease = np.frombuffer(block.data, np.uint8, nbytes)
+        lease = np.frombuffer(block.data, np.uint8, nbytes, -block.ctypes.data % _ALIGNMENT)
         weakref.finalize(lease, self._give_back, name, block).atexit = False
         return torch.from_numpy(lease)
 
@@ -61,9 +63,9 @@ class RecycledMemory:
         idle = self._idle[name]
         while idle:
             block = idle.pop()
-            if len(block) >= capacity:
+            if len(block) >= capacity + _ALIGNMENT:
                 return block
-        return np.empty(capacity, np.uint8)
+        return np.empty(capacity + _ALIGNMENT, np.uint8)
 
     def _give_back(self, name: str, block: npt.NDArray[np.uint8]) -> None:
         # May run at any time in any thread; list operations are atomic, locks could deadlock.
