@@ -102,7 +102,10 @@ def _report(group: Group, error: BaseException) -> None:
     if not is_expected or logger.isEnabledFor(logging.DEBUG):
         traceback.print_exception(error)
     message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-    text = "\n".join([f"{group.label}{message}", *getattr(error, "__notes__", [])])
+    notes = getattr(error, "__notes__", [])
+    if notes and not message.endswith((".", "?")):
+        message += "."
+    text = "\n".join([f"{group.label}{message}", *notes])
     line = " ".join(line.strip() for line in text.splitlines())
     print(f"dspark.precompute: error: {line}", file=sys.stderr, flush=True)
 
