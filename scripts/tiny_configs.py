@@ -6,6 +6,7 @@ Sizes are cut by the names that configurations share; whatever a type needs beyo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -25,7 +26,8 @@ _SIZES = (
         """hidden_size n_embd d_model dim embed_dim word_embed_proj_dim n_embed embedding_size
         output_hidden_size out_hidden_size text_hidden_size projection_dim input_embedding_size
         vision_hidden_size audio_hidden_size mm_hidden_size width attention_hidden_size lru_width
-        cross_hidden_size emb_dim adapter_in_dim adapter_out_dim altup_hidden_size output_dim llm_hidden_size
+        cross_hidden_size emb_dim adapter_in_dim adapter_out_dim altup_hidden_size output_dim
+        llm_hidden_size adapter_input_size
         hidden_size_per_layer_input moe_latent_size""",
     ),
     (
@@ -78,7 +80,14 @@ _SIZES = (
     ),
 )
 _LARGEST = {name: size for size, names in _SIZES for name in names.split()}
-_NOT_ARGUMENTS = {"model_type", "transformers_version", "architectures", "_name_or_path", "dtype"}
+_NOT_ARGUMENTS = {
+    "model_type",
+    "transformers_version",
+    "architectures",
+    "_name_or_path",
+    "dtype",
+    "per_layer_config",
+}
 # Sizes whose default None stands for something that does not fit the others here.
 _IF_NONE = {"head_dim": 8, "num_key_value_heads": 4, "num_experts_per_tok": 2}
 # Ids that mark text; every other `…token_id` marks an image, a sound, … and moves below VOCAB.
@@ -92,17 +101,28 @@ _TEXT_ROPE = {"text_config": {"rope_parameters": _ROPE}}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_ssm": 64}
 _SWA = {"swa_num_key_value_heads": 2, "num_key_value_heads": 2}
 _MOE = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2}
-_NO_AUDIO = {"audio_config": ...}
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 _OVERRIDES: dict[tuple[str, ...], dict[str, Any]] = {
-    ("apertus1p5",): {"audio_config": {"codebook_dim": 32}},
     ("bailing_hybrid",): {"num_expert_group": 1, "topk_group": 1},
     ("bamba", "granitemoehybrid", "falcon_h1"): _MAMBA,
     ("blt",): {"encoder_hash_byte_group_vocab": 100},
     ("chameleon",): {"vocabulary_map": {"<image>": 100, "IMGIMGBS": 101}},
     ("cohere_compass",): {"text_config": {"rope_parameters": _ROPES}},
     ("cohere_compass_text",): {"rope_parameters": _ROPES},
+    ("apertus1p5",): {
+        "audio_config": {"codebook_dim": 32},
+        "image_token_offset": 128,
+        "audio_token_offset": 256,
+        "text_config": {"vocab_size": 512},
+    },
     ("dbrx",): {
-        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2},
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_top_k": 2, "hidden_size": HIDDEN},
     },
     ("deepseek_ocr2",): {"text_config": {**_MOE, "mlp_layer_types": ["sparse"] * LAYERS}},
@@ -112,28 +132,43 @@ _OVERRIDES: dict[tuple[str, ...], dict[str, Any]] = {
         "n_output_layers": 1,
         "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"],
     },
-    ("dots1",): {"moe_intermediate_size": 48, **_MOE},
+    ("dots1",): {**_MOE, "n_shared_experts": 1},
     ("dots3_note_text",): {"moe_intermediate_size": 48, "index_topk": 8},
-    ("ernie4_5_vl_moe",): {"text_config": {"moe_intermediate_size": [48, 48]}},
+    ("ernie4_5_vl_moe",): {
+        "text_config": {
+            "moe_intermediate_size": [48, 48],
+            "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
+        }
+    },
     ("gemma3n_text",): {"layer_types": _KINDS, "num_kv_shared_layers": 2},
     ("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl"): _TEXT_ROPE,
-    ("qwen2_5_omni_thinker",): _TEXT_ROPE,
+    ("qwen2_5_omni_thinker",): {**_TEXT_ROPE, "vision_start_token_id": 110},
+    ("qwen3_omni_moe_thinker",): {**_TEXT_ROPE, "vision_start_token_id": 110},
     ("glm4v_moe",): {"text_config": {"rope_parameters": _ROPE, "head_dim": 16}},
-    ("granite4_vision",): {"deepstack_layer_map": [], "spatial_target_layers": []},
+    ("granite4_vision",): {
+        "deepstack_layer_map": [],
+        "spatial_target_layers": [],
+        "downsample_rate": "1/2",
+    },
     ("hunyuan_vl",): _TEXT_ROPE,
     ("inkling_text", "inkling2_text", "inkling2_loop_text"): _SWA,
     ("inkling_mm_model", "inkling2", "inkling2_loop"): {"text_config": _SWA},
+    ("janus",): {"vq_config": {"base_channels": 32, "latent_channels": 32}},
     ("lfm2_moe",): {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     ("longcat_flash",): {"num_layers": 2},
     ("mamba2",): {"num_heads": 4, "head_dim": 16, "n_groups": 1},
-    ("mimo_v2_flash",): {"rope_parameters": {k: {**_ROPE, "mrope_section": ...} for k in _ROPES}},
+    ("mimo_v2_flash",): {"num_key_value_heads": 2},
     ("mistral4",): {"head_dim": 16, "qk_head_dim": 16},
     ("mistral_large4",): {"text_config": {"kv_source_layers": [0, 1, 2, 3]}},
     ("mllama",): {"text_config": {"cross_attention_layers": [1]}},
     ("molmo2",): {"adapter_config": {"vision_feature_layer": [3, 1]}},
-    ("muse_spark",): {"text_config": {"moe_hidden_size": 48}},
+    ("muse_spark",): {
+        "text_config": {"moe_hidden_size": 48},
+        "audio_config": {"hidden_sizes": [16] * 4, "depths": [1] * 4},
+    },
     ("nemotron",): {"rope_parameters": {"partial_rotary_factor": 0.5}},
-    ("qwen4_exp_text",): {"indexer_n_heads": 4},
+    ("qwen4_exp_text",): _INDEXER,
+    ("qwen4_exp",): {"text_config": _INDEXER},
     ("reformer",): {
         "is_decoder": True,
         "axial_pos_shape": [16, 8],
@@ -141,13 +176,19 @@ _OVERRIDES: dict[tuple[str, ...], dict[str, Any]] = {
         "attn_layers": ["local", "local", "local", "local"],
         "attention_head_size": 8,
     },
-    ("step3p7",): {"text_config": {"layer_types": ["full_attention"] * LAYERS}},
+    ("step3p7",): {"text_config": {"sliding_window": 8}},
     ("xlstm",): {"num_heads": 4, "embedding_dim": HIDDEN},
     ("xmod",): {"default_language": "en_XX"},
-    ("zamba",): {"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 2},
+    ("zamba",): {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "n_mamba_heads": 2,
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 16,
+    },
     ("zamba2",): {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
         "mamba_headdim": 16,
+        "hybrid_layer_ids": [1, 3],
         "attention_hidden_size": 2 * HIDDEN,
         "attention_head_dim": 16,
     },
@@ -163,31 +204,42 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     return config_class(**arguments)
 
 
-def _shrunk(values: dict[str, Any], marker_ids: Any) -> dict[str, Any]:
+def _shrunk(values: dict[str, Any], marker_ids: Iterator[int]) -> dict[str, Any]:
     """Return `values` with sizes cut, marker ids below VOCAB and per-layer lists shortened."""
-    layers = next((values[n] for n in _SIZES[0][1].split() if isinstance(values.get(n), int)), 0)
+    depths = (values.get(name) for name in _SIZES[0][1].split())
+    layers = next((depth for depth in depths if isinstance(depth, int)), 0)
     small: dict[str, Any] = {}
     for name, value in values.items():
         if name in _NOT_ARGUMENTS:
             continue
-        if isinstance(value, dict) and "mrope_section" in value:
-            small[name] = {**value, "mrope_section": [2, 1, 1]}
-        elif isinstance(value, dict) and name.endswith("config") and name != "per_layer_config":
-            kept = {"model_type": value["model_type"]} if "model_type" in value else {}
-            small[name] = kept | _shrunk(value, marker_ids)
-        elif value is None and name in _IF_NONE:
-            small[name] = _IF_NONE[name]
-        elif name in _TEXT_IDS and value is not None:
-            small[name] = _TEXT_IDS[name]
-        elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
-            small[name] = next(marker_ids)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            small[name] = min(value, _LARGEST.get(name, value))
-        elif isinstance(value, list) and len(value) == layers > LAYERS:
+        if isinstance(value, list) and len(value) == layers > LAYERS:
             small[name] = [value[i * (layers - 1) // (LAYERS - 1)] for i in range(LAYERS)]
-        elif name != "per_layer_config":
-            small[name] = value
+        elif isinstance(value, dict):
+            small[name] = _shrunk_part(name, value, marker_ids)
+        else:
+            small[name] = _shrunk_value(name, value, marker_ids)
     return small
+
+
+def _shrunk_part(name: str, value: dict[str, Any], marker_ids: Iterator[int]) -> dict[str, Any]:
+    if "mrope_section" in value:
+        return {**value, "mrope_section": [2, 1, 1]}
+    if not name.endswith("config"):
+        return value
+    kept = {"model_type": value["model_type"]} if "model_type" in value else {}
+    return kept | _shrunk(value, marker_ids)
+
+
+def _shrunk_value(name: str, value: Any, marker_ids: Iterator[int]) -> Any:
+    if value is None:
+        return _IF_NONE.get(name)
+    if name in _TEXT_IDS:
+        return _TEXT_IDS[name]
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if name.endswith(("token_id", "token_index")):
+        return next(marker_ids)
+    return min(value, _LARGEST.get(name, value))
 
 
 def _merge(values: dict[str, Any], changes: dict[str, Any]) -> None:

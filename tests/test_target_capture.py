@@ -186,13 +186,15 @@ def test_parallel_streams_are_averaged():
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 8), (3, 2, 5, 8)])
 def test_the_stream_axis_is_the_one_that_is_neither_rows_nor_tokens(shape):
-    assert as_bsh(torch.ones(shape), 2, 5).shape == (2, 5, 8)
+    assert as_bsh(torch.ones(shape), 2, 5, 8).shape == (2, 5, 8)
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 8), (2, 8, 5), (2, 5), (5, 2, 3, 8), (2, 6, 8)])
+@pytest.mark.parametrize(
+    "shape", [(5, 2, 8), (2, 8, 5), (2, 5), (5, 2, 3, 8), (2, 6, 8), (2, 5, 16), (2, 5, 3, 4)]
+)
 def test_a_state_of_another_shape_is_refused(shape):
     with pytest.raises(TargetError, match="one state per token"):
-        as_bsh(torch.ones(shape), 2, 5)
+        as_bsh(torch.ones(shape), 2, 5, 8)
 
 
 def test_a_layer_that_is_skipped_passes_its_input_on():

@@ -155,9 +155,9 @@ class Target:
                 break
             self._overwritten |= overwritten
         last = first_tensor(output)
-        shape = inputs["input_ids"].shape
+        batch, seq = inputs["input_ids"].shape
         states = [last if i == self.num_layers - 1 else recorder.state(i) for i in layer_ids]
-        return [as_bsh(state, *shape) for state in (*states, last)]
+        return [as_bsh(state, batch, seq, self.hidden_size) for state in (*states, last)]
 
     def _hook(self, recorder: Recorder, hooks: ExitStack) -> None:
         """Have the layers report to `recorder` until `hooks` closes."""
@@ -177,27 +177,29 @@ class Target:
             hooks.callback(handle.remove)
 
 
-def as_bsh(state: Tensor, batch: int, seq: int) -> Tensor:
+def as_bsh(state: Tensor, batch: int, seq: int, hidden: int) -> Tensor:
     """Average parallel residual streams: four axes to [B, S, H].
 
     Args:
         state: [B, S, H], [B, S, streams, H] or [streams, B, S, H], where `batch` is not `seq`.
         batch: B.
         seq: S.
+        hidden: H.
 
     Raises:
         TargetError: If `state` has another shape.
     """
-    if state.ndim == 3 and state.shape[:2] == (batch, seq):
+    if state.shape == (batch, seq, hidden):
         return state
-    if state.ndim == 4 and state.shape[:2] == (batch, seq):
-        return state.mean(dim=2)
-    if state.ndim == 4 and state.shape[1:3] == (batch, seq):
-        return state.mean(dim=0)
+    if state.ndim == 4 and state.shape[-1] == hidden:
+        if state.shape[:2] == (batch, seq):
+            return state.mean(dim=2)
+        if state.shape[1:3] == (batch, seq):
+            return state.mean(dim=0)
     raise TargetError(
         f"a decoder layer made a state of shape {tuple(state.shape)} for {batch} rows of {seq} "
-        "tokens; expected one state per token, or one per token and residual stream. This model "
-        "type cannot be a target."
+        f"tokens and hidden_size {hidden}; expected one state per token, or one per token and "
+        "residual stream. This model type cannot be a target."
     )
 
 

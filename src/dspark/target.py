@@ -208,34 +208,50 @@ def load_target(
     wanted = {"attn_implementation": attn_implementation, "device_map": device_map}
     try:
         with loading_options(tensor_parallel) as options:
-            model = _auto_class(config).from_pretrained(
+            model, report = _auto_class(config).from_pretrained(
                 name,
                 config=config,
                 dtype=compute_dtype,
                 revision=revision,
                 trust_remote_code=trust_remote_code,
+                output_loading_info=True,
                 **{key: value for key, value in wanted.items() if value is not None},
                 **options,
             )
     except (OSError, ValueError, ImportError) as error:
         raise TargetError(f"cannot load {name}: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise TargetError(
+            f"{name} has no weights for {len(missing)} parameters of {type(model).__name__}, such "
+            f"as {missing[0]}; they would be random. Is the checkpoint whole, and its config.json "
+            "that of these weights?"
+        )
     is_placed = device_map is not None or tensor_parallel > 1
     return Target(model if is_placed else model.to(device), layer_ids)
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
-    """Return the class that chooses the model's own class: causal LM first, then image and text."""
+    """Return the class that chooses the model's own class.
+
+    That is the one which would choose the class that the weights were saved from; some model types
+    have a text-only class beside the multimodal one.
+    """
     own_code = getattr(config, "auto_map", None) or {}
-    for auto_class, known in (
-        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
-        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
-    ):
-        if type(config) in known or auto_class.__name__ in own_code:
-            return auto_class
-    raise TargetError(
-        f"transformers has no causal language model for model_type={config.model_type!r}; "
-        "docs/targets.md lists the model types that can be targets."
-    )
+    saved_from = getattr(config, "architectures", None) or []
+    fitting = {
+        auto_class: getattr(known.get(type(config), None), "__name__", None)
+        for auto_class, known in (
+            (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+            (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+        )
+        if type(config) in known or auto_class.__name__ in own_code
+    }
+    if not fitting:
+        raise TargetError(
+            f"transformers has no causal language model for model_type={config.model_type!r}; "
+            "docs/targets.md lists the model types that can be targets."
+        )
+    return next((a for a, name in fitting.items() if name in saved_from), next(iter(fitting)))
 
 
 def _whole_on(device: str | torch.device) -> dict[str, Any] | None:

@@ -126,9 +126,10 @@ def _first_wrong(
     mine: Sequence[tuple[int, Tensor]], theirs: Sequence[Tensor], real: Tensor
 ) -> tuple[int, float] | None:
     """Return id and difference of the first layer that is off, None if all agree."""
+    batch, seq = real.shape
     for (layer_id, state), other in zip(mine, theirs, strict=True):
         here = real.to(state.device)
-        other = as_bsh(other, *real.shape).to(state.device)
+        other = as_bsh(other, batch, seq, state.shape[-1]).to(state.device)
         off = _difference(state[here], other[here])
         if not off <= _SAME_RUN.get(state.dtype, 0.05):
             return layer_id, off
