@@ -182,7 +182,8 @@ class Group:
         try:
             with self._heartbeat.running(report):
                 yield self
-                self.from_first("end", bool)
+                self.collect("end", True)
+                self.from_first("end", bool)  # nobody leaves before all are done
         finally:
             self._leave()
 
