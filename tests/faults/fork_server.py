@@ -3,7 +3,7 @@
     python fork_server.py SOCKET ARGUMENTS…      the arguments of the first, undisturbed run
 
 Importing torch and transformers takes seconds; a run of the command on a tiny target does not. Per
-connection it reads a line of JSON, {"argv", "faults", "output"}, and answers with a line for the
+connection it reads a line of JSON, {"argv", "faults", "output", "environment"}, and answers with a line for the
 process number of the run and one for its exit code, negative for a signal.
 """
 
@@ -38,7 +38,14 @@ class Handler(socketserver.StreamRequestHandler):
 
 
 class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
-    """A process per connection."""
+    """A process per connection; ends with the process that started it."""
+
+    starter = os.getppid()
+
+    def service_actions(self) -> None:
+        super().service_actions()
+        if os.getppid() != self.starter:
+            os._exit(1)
 
 
 def run(request: dict) -> None:
@@ -49,6 +56,7 @@ def run(request: dict) -> None:
         for name, fd in (("stdout", 1), ("stderr", 2)):
             os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.update(request.get("environment", {}))
         inject(from_json(request["faults"]))
         code = precompute.main(request["argv"])
     except SystemExit as error:

@@ -1,5 +1,6 @@
 """A run that is told to stop keeps what is finished, says how to go on, and can be finished."""
 
+import json
 import os
 import shlex
 import signal
@@ -28,6 +29,8 @@ def check_stopped(bench: Bench, cache: Path, ended: Ended, cause: str, code: int
     assert ended.last_line.endswith(f"go on with: {command}")
     assert "Traceback" not in ended.stderr
     assert not list(cache.rglob("*.tmp"))
+    manifest = cache / "manifest.json"
+    assert not manifest.exists() or json.loads(manifest.read_bytes())["complete"] is False
     return {name for name in bench.check_published(cache) if name.startswith("shard")}
 
 

@@ -57,8 +57,8 @@ def test_the_run_after_a_killed_one_says_whom_it_follows(bench, tmp_path):
     bench.check_finished(cache)
 
 
-def test_without_hard_links_locks_and_flushing_of_directories_all_is_the_same(bench, tmp_path):
-    cache = tmp_path / "cache"
+def test_without_hard_links_and_locks_all_is_the_same(bench, tmp_path):
+    cache = tmp_path / "new" / "nested" / "cache"
     faults = [
         Fault("os.link", "EPERM", 0),
         Fault("fcntl.flock", "ENOLCK", 0),
