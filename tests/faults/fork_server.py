@@ -3,8 +3,8 @@
     python fork_server.py SOCKET ARGUMENTS…      the arguments of the first, undisturbed run
 
 Importing torch and transformers takes seconds; a run of the command on a tiny target does not. Per
-connection it reads a line of JSON, {"argv", "faults", "output", "environment"}, and answers with a line for the
-process number of the run and one for its exit code, negative for a signal.
+connection it reads a line of JSON, {"argv", "faults", "output", "environment"}, and answers with a
+line for the process number of the run and one for its exit code, negative for a signal.
 """
 
 import json
