@@ -1,8 +1,11 @@
 """The documents are true: options, commands, links and code in them are those of the project."""
 
 import argparse
+import ast
+import errno
 import importlib
 import inspect
+import os
 import re
 import shlex
 from pathlib import Path
@@ -117,6 +120,24 @@ def test_every_make_target_and_script_in_the_documents_exists(document):
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
     for script in re.findall(r"`((?:scripts|examples|benchmarks|docs|tests|src)/[\w./-]+)`", text):
         assert (ROOT / script).exists(), f"{document.name} names {script}"
+
+
+def texts_in_the_source() -> str:
+    """All string literals of the package, the constant parts of f-strings among them."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "src" / "dspark").glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return "\n".join(str(node.value) for node in nodes if isinstance(node, ast.Constant))
+
+
+def test_the_messages_that_readme_explains_are_those_of_the_program():
+    section = README.partition("## Troubleshooting")[2].partition("\n## ")[0]
+    first_cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    messages = [text for cell in first_cells for text in re.findall(r"`([^`]+)`", cell)]
+    known = texts_in_the_source()
+    known += "".join(os.strerror(number) for number in errno.errorcode)
+    parts = [part.strip() for text in messages for part in re.split(r"…|\bN\b|\d+|[\[\]]", text)]
+    assert len(messages) > 20
+    assert [part for part in parts if part not in known] == []
 
 
 def test_readme_describes_exactly_the_keywords_of_the_loader():
