@@ -152,6 +152,14 @@ def test_the_summary_has_settings_counts_and_norms(
     assert f"{sum(LENGTHS)} ({sum(LENGTHS) / 11 / SEQ:.1%} of the padded length)" in out
 
 
+def test_rows_kept_without_states_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_cache(tmp_path / "cache", masked_row=5)
+    assert main([str(tmp_path / "cache"), "--sample-rows", "11"]) == 0
+    assert "1 rows were kept without states or supervision" in capsys.readouterr().out
+
+
 def test_json_is_json_even_where_a_norm_is_not_finite(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,10 +176,16 @@ def test_the_rows_must_be_those_of_the_identity(tmp_path: Path) -> None:
     assert "provenance speaks of rows with hash 000" in faults[0]
 
 
-def test_rows_kept_without_states_excuse_another_mask(tmp_path: Path) -> None:
+def test_rows_kept_without_states_are_not_held_against_the_input(tmp_path: Path) -> None:
     """What ``--on-bad-state mask`` leaves: no supervision and no states in one row."""
     write_tiny_cache(tmp_path / "cache", masked_row=5)
-    assert _faults(tmp_path / "cache") == []
+    report = _check(tmp_path / "cache")
+    assert report.problems == []
+    assert report.unchecked == ["the hash of the input: 1 rows were kept without supervision"]
+    _rewrite(tmp_path / "cache", lambda m: m["provenance"].update(masked_rows=[4, 5]))
+    assert _faults(tmp_path / "cache") == [
+        "manifest.json: provenance.masked_rows names row 4, which has states or supervision"
+    ]
 
 
 # Files
@@ -208,6 +214,16 @@ def test_links_to_right_files_are_followed(cache: Path, tmp_path: Path) -> None:
         path.rename(moved)
         path.symlink_to(moved)
     assert _faults(cache) == []
+
+
+def test_a_shard_written_again_is_told_from_the_one_that_the_run_wrote(cache: Path) -> None:
+    path = cache / "shard-000002.safetensors"
+    samples = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    samples["target_last_hidden_states"][0, 0] += 1
+    write_shard(str(cache), 2, samples | {"lengths": torch.tensor(LENGTHS[8:])})
+    faults = _faults(cache)
+    assert len(faults) == 1
+    assert faults[0].startswith("shard-000002.safetensors: its header's checksum is ")
 
 
 def test_a_copy_without_holes_is_as_right(cache: Path) -> None:

@@ -59,6 +59,7 @@ def write_tiny_cache(
     if provenance:
         manifest["provenance"] = _provenance(rows, lengths, identity)
     if masked_row is not None:
+        manifest["provenance"]["masked_rows"] = [masked_row]
         for key in rows[masked_row].keys() - {"input_ids"}:
             rows[masked_row][key].zero_()
     write_manifest(str(cache_dir), manifest)

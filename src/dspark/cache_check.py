@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dspark.cache_content import content_problems
+from dspark.cache_content import content_problems, masked_rows
 from dspark.cache_manifest import (
     DTYPE_MAP,
     padding_values,
@@ -192,6 +192,10 @@ class _CacheCheck:
             report.blame(MANIFEST_NAME, *self._count_faults())
         if report.is_right and not self.foreign:
             report.blame(MANIFEST_NAME, *content_problems(report.cache_dir, manifest))
+            if masked := masked_rows(manifest):
+                report.unchecked.append(
+                    f"the hash of the input: {len(masked)} rows were kept without supervision"
+                )
 
     def _check_shard(self, index: int) -> _ShardOutcome:
         path = Path(shard_path(self.report.cache_dir, index))

@@ -6,6 +6,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from dspark.cache_content import masked_rows
 from dspark.cache_summary import CacheSummary
 from dspark.terminal import format_bytes, format_table
 
@@ -55,6 +56,8 @@ def facts(summary: CacheSummary) -> list[tuple[str, str]]:
             ("cut", f"{counts.get('cut_rows', 0)} rows were longer than a row of the cache")
         )
         pairs.append(("left out", _left_out(counts.get("skipped"))))
+    if masked := masked_rows(manifest):
+        pairs.append(("masked", f"{len(masked)} rows were kept without states or supervision"))
     apparent, disk = format_bytes(summary.apparent_bytes), format_bytes(summary.disk_bytes)
     pairs.append(("size", f"{apparent} apparent, {disk} on disk"))
     return pairs
