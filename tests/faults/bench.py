@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -119,6 +120,41 @@ class Bench:
         left = [path for path in cache.rglob(".*") if path != cache / ".dspark"]
         left += [path for path in (cache / ".dspark").iterdir() if "lock" in path.name]
         assert not left, f"left behind: {left}"
+
+    def check_stopped(self, cache: Path, ended: Ended, cause: str, code: int) -> set[str]:
+        """Make sure that one line says why a run stopped and how to go on; return its shards."""
+        errors = [line for line in ended.stderr.splitlines() if "error:" in line]
+        assert ended.code == code, ended.stderr
+        assert errors == [ended.last_line]
+        assert cause in ended.last_line
+        command = ["python", "-m", "dspark.precompute", *self.argv(cache), "--resume"]
+        assert ended.last_line.endswith(f"go on with: {shlex.join(command)}")
+        assert "Traceback" not in ended.stderr
+        assert not list(cache.rglob("*.tmp"))
+        manifest = cache / "manifest.json"
+        assert not manifest.exists() or json.loads(manifest.read_bytes())["complete"] is False
+        return {name for name in self.check_published(cache) if name.startswith("shard")}
+
+    def check_resumes(self, cache: Path) -> None:
+        """Make sure that the next run finishes the cache."""
+        ended = self.run(cache, "--resume")
+        assert ended.code == 0, ended.stderr
+        self.check_finished(cache)
+
+
+def stamps(cache: Path) -> dict[str, tuple[int, int]]:
+    """Return inode and time of every published shard."""
+    paths = sorted(cache.glob("*.safetensors"))
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
+
+
+def everything(cache: Path) -> dict[str, tuple[bytes, int, int]]:
+    """Return content, inode and time of every file below a directory."""
+    files = sorted(path for path in cache.rglob("*") if path.is_file())
+    return {
+        str(path): (path.read_bytes(), path.stat().st_ino, path.stat().st_mtime_ns)
+        for path in files
+    }
 
 
 def wait_for(path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from bench import wait_for
 from injection import Fault
-from test_signals import check_resumes, check_stopped
 
 CAPTURE = "dspark.capture.Target.capture"
 REFUSALS = [
@@ -39,9 +38,9 @@ QUICK = (0, 2, 6)
 def test_a_disk_that_refuses_ends_the_run_with_one_line(bench, tmp_path, fault):
     cache = tmp_path / "cache"
     ended = bench.run(cache, faults=[fault])
-    check_stopped(bench, cache, ended, os.strerror(getattr(errno, fault.action)), 1)
+    bench.check_stopped(cache, ended, os.strerror(getattr(errno, fault.action)), 1)
     assert fault.path in ended.last_line, "the file is not named"
-    check_resumes(bench, cache)
+    bench.check_resumes(cache)
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_a_full_file_system_keeps_what_fits_and_is_gone_on_with(bench, small_dis
     again = bench.run(cache, "--ignore-free-space", "--resume")
     assert (again.code, bench.check_published(cache)) == (1, kept)
     assert mount("-o", "remount,size=4m", str(small_disk)) == 0
-    check_resumes(bench, cache)
+    bench.check_resumes(cache)
 
 
 def test_a_cache_that_cannot_fit_is_refused_before_the_model_loads(bench, small_disk):
@@ -91,7 +90,7 @@ def test_a_read_only_file_system_is_refused_before_the_model_loads(bench, small_
     assert "Read-only file system" in ended.last_line
     assert "loading" not in ended.stderr
     assert mount("-o", "remount,rw,size=4m", str(small_disk)) == 0
-    check_resumes(bench, cache)
+    bench.check_resumes(cache)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -115,4 +114,4 @@ def test_a_directory_that_vanishes_ends_the_run(bench, tmp_path):
     assert "go on with: python -m dspark.precompute" in ended.last_line
     assert "Traceback" not in ended.stderr
     assert not cache.exists()
-    check_resumes(bench, cache)
+    bench.check_resumes(cache)

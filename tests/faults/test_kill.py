@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import SECONDS
+from bench import SECONDS, everything, stamps
 from injection import Fault
 
 START = [
@@ -58,12 +58,6 @@ FINISH = [
     Fault("os.unlink", "kill", path="/writer.lock"),
 ]
 POINTS = [*START, *TOKENS, *BEGIN, *SHARDS, *FINISH]
-
-
-def stamps(cache: Path) -> dict[str, tuple[int, int]]:
-    """Return inode and time of every published shard."""
-    paths = sorted(cache.glob("*.safetensors"))
-    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
 
 
 @pytest.mark.faults
@@ -147,15 +141,6 @@ def test_resume_of_a_finished_cache_says_so_and_changes_nothing(bench, tmp_path)
     assert ended.code == 0
     assert "is finished: all 7 shards pass" in ended.last_line
     assert everything(cache) == before
-
-
-def everything(cache: Path) -> dict[str, tuple[bytes, int, int]]:
-    """Return content, inode and time of every file below a directory."""
-    files = sorted(path for path in cache.rglob("*") if path.is_file())
-    return {
-        str(path): (path.read_bytes(), path.stat().st_ino, path.stat().st_mtime_ns)
-        for path in files
-    }
 
 
 def test_shards_without_a_manifest_are_refused_and_kept(bench, tmp_path):

@@ -1,59 +1,34 @@
 """A run that is told to stop keeps what is finished, says how to go on, and can be finished."""
 
-import json
 import os
-import shlex
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-from bench import SECONDS, Bench, Ended, wait_for
+from bench import SECONDS, everything, wait_for
 from injection import Fault
-from test_kill import everything
 from tiny_target import cache_files, write_chats
 
 CAPTURE = "dspark.capture.Target.capture"
 GRACE = "dspark.interrupts.GRACE_SECONDS"
 
 
-def check_stopped(bench: Bench, cache: Path, ended: Ended, cause: str, code: int) -> set[str]:
-    """Make sure that one line says why the run stopped and how to go on; return the shards kept."""
-    errors = [line for line in ended.stderr.splitlines() if "error:" in line]
-    assert ended.code == code, ended.stderr
-    assert errors == [ended.last_line]
-    assert cause in ended.last_line
-    command = shlex.join(["python", "-m", "dspark.precompute", *bench.argv(cache), "--resume"])
-    assert ended.last_line.endswith(f"go on with: {command}")
-    assert "Traceback" not in ended.stderr
-    assert not list(cache.rglob("*.tmp"))
-    manifest = cache / "manifest.json"
-    assert not manifest.exists() or json.loads(manifest.read_bytes())["complete"] is False
-    return {name for name in bench.check_published(cache) if name.startswith("shard")}
-
-
-def check_resumes(bench: Bench, cache: Path) -> None:
-    ended = bench.run(cache, "--resume")
-    assert ended.code == 0, ended.stderr
-    bench.check_finished(cache)
-
-
 def test_sigterm_lets_a_short_shard_finish(bench, tmp_path):
     cache = tmp_path / "cache"
     ended = bench.run(cache, faults=[Fault(CAPTURE, "SIGTERM", 6)])  # in the second shard
-    kept = check_stopped(bench, cache, ended, "stopped by SIGTERM", 143)
+    kept = bench.check_stopped(cache, ended, "stopped by SIGTERM", 143)
     assert kept == {"shard-000000.safetensors", "shard-000001.safetensors"}
-    check_resumes(bench, cache)
+    bench.check_resumes(cache)
 
 
 def test_sigterm_drops_a_shard_that_needs_longer(bench, tmp_path):
     cache = tmp_path / "cache"
     ended = bench.run(cache, faults=[Fault(GRACE, "= -1"), Fault(CAPTURE, "SIGTERM", 6)])
-    kept = check_stopped(bench, cache, ended, "stopped by SIGTERM", 143)
+    kept = bench.check_stopped(cache, ended, "stopped by SIGTERM", 143)
     assert kept == {"shard-000000.safetensors"}
-    check_resumes(bench, cache)
+    bench.check_resumes(cache)
 
 
 def test_sigterm_in_the_last_shard_lets_the_run_finish(bench, tmp_path):
@@ -76,8 +51,8 @@ def test_sigterm_in_the_last_shard_lets_the_run_finish(bench, tmp_path):
 def test_sigterm_before_the_first_shard_stops_at_once(bench, tmp_path, fault):
     cache = tmp_path / "cache"
     ended = bench.run(cache, faults=[fault])
-    assert check_stopped(bench, cache, ended, "stopped by SIGTERM", 143) == set()
-    check_resumes(bench, cache)
+    assert bench.check_stopped(cache, ended, "stopped by SIGTERM", 143) == set()
+    bench.check_resumes(cache)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +66,8 @@ def test_sigterm_before_the_first_shard_stops_at_once(bench, tmp_path, fault):
 def test_sigint_drops_the_shard_in_hand(bench, tmp_path, fault, shards):
     cache = tmp_path / "cache"
     ended = bench.run(cache, faults=[fault])
-    assert len(check_stopped(bench, cache, ended, "interrupted", 130)) == shards
-    check_resumes(bench, cache)
+    assert len(bench.check_stopped(cache, ended, "interrupted", 130)) == shards
+    bench.check_resumes(cache)
 
 
 def test_a_stop_while_resuming_leaves_what_was_there_untouched(bench, tmp_path):
@@ -101,7 +76,7 @@ def test_a_stop_while_resuming_leaves_what_was_there_untouched(bench, tmp_path):
     before = {name: stamp for name, stamp in everything(cache).items() if "shard" in name}
     assert bench.run(cache, "--resume", faults=[Fault(CAPTURE, "SIGINT", 3)]).code == 130
     assert everything(cache).items() >= before.items()
-    check_resumes(bench, cache)
+    bench.check_resumes(cache)
 
 
 @pytest.mark.faults

@@ -3,7 +3,6 @@
 import re
 
 from injection import Fault
-from test_signals import check_resumes, check_stopped
 from tiny_target import cache_files
 
 CAPTURE = "dspark.capture.Target.capture"
@@ -12,12 +11,12 @@ CAPTURE = "dspark.capture.Target.capture"
 def test_a_model_that_raises_ends_the_run_and_names_the_rows(bench, tmp_path):
     cache = tmp_path / "cache"
     ended = bench.run(cache, faults=[Fault(CAPTURE, "raise", 9)])
-    kept = check_stopped(bench, cache, ended, "RuntimeError: the sky is falling", 1)
+    kept = bench.check_stopped(cache, ended, "RuntimeError: the sky is falling", 1)
     assert kept
     rows = re.search(r"the target failed on rows \[([\d, ]+)\] of the cache", ended.last_line)
     shard = {int(row) // 4 for row in rows[1].split(", ")}
     assert shard == {len(kept)}, "the rows are not those of the shard in hand"
-    check_resumes(bench, cache)
+    bench.check_resumes(cache)
 
 
 def test_a_micro_batch_that_is_too_large_for_the_device_is_halved(bench, tmp_path):
@@ -33,7 +32,7 @@ def test_a_row_that_is_too_large_for_the_device_ends_the_run(bench, tmp_path):
     # The check of the target has one call, the two rows of the first micro-batch another.
     faults = [Fault(CAPTURE, "out of device memory", call) for call in (2, 3)]
     ended = bench.run(cache, faults=faults)
-    check_stopped(bench, cache, ended, "OutOfMemoryError: CUDA out of memory", 1)
+    bench.check_stopped(cache, ended, "OutOfMemoryError: CUDA out of memory", 1)
     assert re.search(r"the target failed on rows \[\d+\] of the cache", ended.last_line)
     assert cache_files(cache).keys() == {"manifest.json", "target_weights.safetensors"}
-    check_resumes(bench, cache)
+    bench.check_resumes(cache)
