@@ -107,6 +107,11 @@ def test_past_the_end_is_an_index_error(cache, row):
         cache.open()[row]
 
 
+@pytest.mark.parametrize("trim", [False, True])
+def test_no_rows_are_an_empty_list(cache, trim):
+    assert cache.open(trim=trim).__getitems__([]) == []
+
+
 def test_an_empty_cache_has_no_rows(tmp_path):
     cache = write_cache(tmp_path, num_rows=0)
     assert list(cache.open()) == []

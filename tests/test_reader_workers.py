@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dspark import worker_memory
 from dspark.errors import CacheError
 from dspark.offline_cache import build_loader, collate
 from tensor_caches import SmallCache, assert_rows, row_numbers, write_cache
@@ -96,6 +97,20 @@ def test_a_small_tensor_that_is_kept_does_not_hold_the_large_one_beside_it(cache
         kept.append(batch["ids"])
     assert len(places) <= 2 * 4
     assert torch.equal(torch.cat(kept), cache.rows["ids"])
+
+
+def test_shared_memory_is_given_back_when_a_pass_and_its_batches_are_gone(cache):
+    gc.collect()
+    before = len(worker_memory._groups)
+    batches = iter(batches_of(cache))
+    kept = next(batches)
+    assert len(row_numbers(list(batches))) == 59
+    del batches
+    gc.collect()
+    assert len(worker_memory._groups) == before + 1
+    del kept
+    gc.collect()
+    assert len(worker_memory._groups) == before
 
 
 def drop(kept: list[Any]) -> None:

@@ -53,17 +53,19 @@ class CacheLoader(torch.utils.data.DataLoader[Batch]):
     ) -> None:
         super().__init__(dataset, sampler=sampler, batch_size=batch_size, **options)
         self._row_bytes = row_bytes
-        self._blocks: SharedBlocks | None = None
+        self._blocks: SharedBlocks | None = None  # those of persistent workers
         self._pass: _Pass | None = None
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Begin a pass; with workers, they start to read at once."""
         self._pass = _Pass(self.sampler.epoch, self.sampler.start)
+        blocks = self._blocks
         if self.num_workers > 0 and self._iterator is None and SharedBlocks.available():
-            self._blocks = self._make_blocks()
-            self.worker_init_fn = self._blocks.install
+            blocks = self._make_blocks()
+            self.worker_init_fn = blocks.install
+            self._blocks = blocks if self.persistent_workers else None
         try:
-            return self._deliver(super().__iter__(), self._pass, self._blocks)
+            return self._deliver(super().__iter__(), self._pass, blocks)
         finally:
             self.worker_init_fn = None  # blocks are for one group of workers
 

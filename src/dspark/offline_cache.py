@@ -124,7 +124,7 @@ class CachedTensorDataset(torch.utils.data.Dataset[Batch]):
         """Return several rows, which are views of one batch; see `__getitem__`."""
         rows = [self._row(index) for index in indices]
         reader = self._reader
-        tokens = max(1, *reader.lengths(rows)) if self.trim else reader.row_tokens
+        tokens = max([1, *reader.lengths(rows)]) if self.trim else reader.row_tokens
         memory, batch = {}, {}
         for name, spec in reader.row_specs.items():
             row_bytes = tokens * reader.token_bytes(name)
