@@ -147,8 +147,8 @@ class Heartbeat:
         """Say that this rank fails, unless another has done so before."""
         failure = Failure.of(error, self._rank)
         if not self._claim(failure, error):
-            logger.error("%s", failure.cause)
-            raise PeerFailed("another rank failed before") from error
+            logger.debug("another rank failed before: %s", failure.cause)
+            raise PeerFailed(self._first_failure().cause) from error
 
     def _claim(self, failure: Failure, error: BaseException) -> bool:
         """Tell the user and then the other ranks of a failure, if it is the first."""
@@ -190,11 +190,15 @@ class Heartbeat:
     def _find_failure(self) -> Failure | None:
         silent = [rank for rank in self._watched if not self._hear(rank)]
         if silent and not self._store.check([_CLAIMED]):
-            cause = f"rank {silent[0]} has not been heard of for {_SILENCE_SECONDS:.0f} s"
-            self._claim(Failure(cause), PeerFailed(cause))
-        if not self._store.check([_FAILED]):
-            return None
-        return Failure(**json.loads(self._store.get(_FAILED)))
+            gone = PeerFailed(
+                f"rank {silent[0]} has not been heard of for {_SILENCE_SECONDS:.0f} s"
+            )
+            self._claim(Failure.of(gone, self._rank), gone)
+        return self._first_failure() if self._store.check([_FAILED]) else None
+
+    def _first_failure(self) -> Failure:
+        """The failure that was told first."""
+        return Failure(**json.loads(self._store.get(_CLAIMED)))
 
     def _hear(self, rank: int) -> bool:
         """Whether a rank has been heard of lately."""
@@ -224,9 +228,9 @@ class Heartbeat:
 
     def _lost(self, error: Exception) -> Failure:
         """The store does not answer, so this rank is alone; one per machine tells the user."""
-        cause = f"the launcher, or the machine of rank 0, does not answer ({error})"
+        lost = PeerFailed(f"the launcher, or the machine of rank 0, does not answer ({error})")
         with self._ending:
             is_news, self._is_lost = not (self._is_lost or self._over.is_set()), True
         if is_news and os.environ.get("LOCAL_RANK", "0") == "0":
-            self._report(PeerFailed(cause))
-        return Failure(cause)
+            self._report(lost)
+        return Failure.of(lost, self._rank)

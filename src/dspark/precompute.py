@@ -18,6 +18,7 @@ import logging
 import os
 import shlex
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -79,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, Stopped) as error:
         return 128 + (error.signum if isinstance(error, Stopped) else signal.SIGINT)
     except PeerFailed as error:
-        logger.info("ending: %s", error)
+        is_told_here = f" on {socket.gethostname()}: " in str(error)
+        logger.log(logging.DEBUG if is_told_here else logging.ERROR, "ending: %s", error)
         return 1
     except Exception:
         return 1
