@@ -96,9 +96,17 @@ class CacheReport:
 
 @dataclass(frozen=True)
 class _ShardOutcome:
+    """What is kept of one checked shard; its header's digest is None if it could not be read."""
+
     name: str
     faults: Sequence[str]
-    check: ShardCheck
+    header_digest: str | None
+    has_record: bool
+    tokens: int
+    supervised_tokens: int
+    source_rows: Sequence[int] | None
+    bytes_read: int
+    bytes_skipped: int
 
 
 def check_cache(
@@ -210,23 +218,34 @@ class _CacheCheck:
                     faults.append("and there is more")
         except (OSError, CacheError) as error:
             faults.append(str(error))
-        return _ShardOutcome(path.name, faults, check)
+        record = check.metadata
+        return _ShardOutcome(
+            path.name,
+            faults,
+            header_digest=check.header.digest if check.header else None,
+            has_record=record is not None,
+            tokens=sum(record.lengths) if record else 0,
+            supervised_tokens=check.sums["loss_mask"],
+            source_rows=record.rows if record else None,
+            bytes_read=check.bytes_read,
+            bytes_skipped=check.bytes_skipped,
+        )
 
     def _add(self, outcome: _ShardOutcome) -> None:
-        report, check = self.report, outcome.check
+        report = self.report
         report.shards += 1
         report.blame(outcome.name, *outcome.faults)
-        report.bytes_read += check.bytes_read
-        report.bytes_skipped += check.bytes_skipped
-        report.supervised_tokens += check.sums["loss_mask"]
-        if check.header is None:
+        report.bytes_read += outcome.bytes_read
+        report.bytes_skipped += outcome.bytes_skipped
+        report.tokens += outcome.tokens
+        report.supervised_tokens += outcome.supervised_tokens
+        if outcome.header_digest is None:
             return
-        self.header_digests[outcome.name] = check.header.digest
-        if check.metadata is None:
-            self.without_record.append(outcome.name)
+        self.header_digests[outcome.name] = outcome.header_digest
+        if outcome.has_record:
+            self._check_source_rows(outcome.name, outcome.source_rows)
         else:
-            report.tokens += sum(check.metadata.lengths)
-            self._check_source_rows(outcome.name, check.metadata.rows)
+            self.without_record.append(outcome.name)
 
     def _check_source_rows(self, name: str, rows: Sequence[int] | None) -> None:
         """Source rows are kept in order; they are recorded exactly where some were left out."""
