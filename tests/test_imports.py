@@ -36,7 +36,8 @@ GROUPS = {
         "base disk schema input chat tokens verify",
     ),
     "command": (
-        "forward bad_states staging pipeline forecast settings workplace survey reading run precompute",
+        "forward bad_states staging pipeline forecast settings workplace survey reading run "
+        "precompute",
         "base disk schema input chat tokens target verify",
     ),
 }
