@@ -67,7 +67,7 @@ class Progress:
                 self._show_line()
 
     def close(self) -> None:
-        """Finish the bar, or write a last line."""
+        """Finish the bar."""
         self.refresh()
         with self._lock:
             self._bar.close()
