@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 export PYTHON VENV
 
-.PHONY: help install model check test faults demo test-floor format clean
+.PHONY: help install model check test faults parallel demo test-floor format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -27,6 +27,9 @@ test: install model
 
 faults: install
 	scripts/faults
+
+parallel: install
+	scripts/parallel
 
 demo: install model
 	scripts/demo

@@ -152,7 +152,8 @@ def _refuse_other_writers(path: Path, own_name: str, num_parts: int | None) -> N
     for lock in sorted(path.glob("*.lock")):
         match = _PART_LOCK.fullmatch(lock.name)
         is_sibling = match is not None and match["num_parts"] == str(num_parts)
-        if lock.name in (own_name, _START_LOCK) or is_sibling:
+        is_ours = lock.name == own_name or (num_parts is not None and lock.name == _START_LOCK)
+        if is_ours or is_sibling:
             continue
         record = read_lock(lock)
         if lock_lives(lock, record):
@@ -161,3 +162,5 @@ def _refuse_other_writers(path: Path, own_name: str, num_parts: int | None) -> N
                 f"{record.get('host')} since {record.get('since')}. All parts of a run need the "
                 "same --num-parts; wait for them, or stop them."
             )
+        with WriterLock(lock):
+            pass  # of a run that is gone: taken over and given back

@@ -67,7 +67,7 @@ def test_what_all_ranks_would_refuse_is_refused_once_and_leaves_nothing(bench, t
 def test_a_misspelt_flag_is_named_once(bench, tmp_path):
     ended = Launch(bench, tmp_path / "cache", "--resmue", world_size=3).wait()
     assert all(one.code for one in ended)
-    assert [one.code for one in ended][0] == 2
+    assert ended[0].code == 2
     message = only(errors(ended))
     assert "unrecognized arguments: --resmue" in message
 
