@@ -366,6 +366,20 @@ def test_a_row_with_a_bad_state_can_be_kept_without_states_and_supervision(
     assert list(masked_rows(str(tmp_path / "plain"), tokens, settings)) == []
 
 
+def test_a_row_kept_without_states_is_told_even_if_it_never_had_supervision(tmp_path):
+    def encoded() -> Iterator[Any]:
+        for row in range(3):
+            ids = np.array([BAD_ROW if row == 1 else row] * 6, dtype=np.int32)
+            yield row, Conversation(ids, np.zeros(6, np.uint8), False)
+
+    tokens = write_tokens(tmp_path / "tokens", encoded(), RowRules(), key={})
+    settings = make_settings(mask_bad_states=True)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    write_shards(str(cache), [0], StubTarget(spoil(2, math.nan)), tokens, settings)
+    assert list(masked_rows(str(cache), tokens, settings)) == [1]
+
+
 class ScarceMemory(StubTarget):
     """Runs out of memory whenever more than `rows` rows come at once."""
 

@@ -5,6 +5,7 @@ mask. Which rows those are follows from the shards alone, so that a resumed run 
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from dspark.manifest import shard_path
 from dspark.plan import count_shards, shard_rows
 from dspark.shard_file import read_header, shard_metadata
 from dspark.tokens import Tokens
+
+_LAST = "target_last_hidden_states"
 
 
 def find_bad_state(hidden_nC: Tensor, last_nH: Tensor, layer_ids: Sequence[int]) -> str | None:
@@ -38,7 +41,7 @@ def find_bad_state(hidden_nC: Tensor, last_nH: Tensor, layer_ids: Sequence[int])
 
 
 def masked_rows(cache_dir: str, tokens: Tokens, settings: ShardSettings) -> Iterator[int]:
-    """Yield the rows of a cache that were kept with zero states: their mask is not the input's.
+    """Yield the rows of a cache that were kept with zero states: no norm puts out such.
 
     Args:
         cache_dir: The cache, with every shard in place.
@@ -48,13 +51,18 @@ def masked_rows(cache_dir: str, tokens: Tokens, settings: ShardSettings) -> Iter
     Raises:
         CacheError: If the header of a shard cannot be read.
     """
+    spec = settings.row_specs[_LAST]
+
+    @cache
+    def digest_of_zeros(length: int) -> str:
+        return xxhash.xxh3_64_hexdigest(bytes(length * spec.nbytes // spec.shape[0]))
+
     num_shards = count_shards(num_rows=tokens.counts.rows, shard_size=settings.shard_size)
     for index in range(num_shards):
         path = Path(shard_path(cache_dir, index))
         found = shard_metadata(read_header(path), path)
-        digests = found.digests["loss_mask"] if found else ()
+        digests = found.digests[_LAST] if found else ()
         rows = shard_rows(index, num_rows=tokens.counts.rows, shard_size=settings.shard_size)
         for row, digest in zip(rows, digests, strict=True):
-            _, mask = tokens.row(row)
-            if xxhash.xxh3_64_hexdigest(mask.astype("int64").tobytes()) != digest:
+            if digest == digest_of_zeros(int(tokens.lengths[row])):
                 yield row
