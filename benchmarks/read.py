@@ -79,7 +79,9 @@ def main() -> None:
         }
         summary = summarize(results)
         summary["resident_growth_mib_over_10_epochs"] = resident_growth(full)
-        summary["seconds_to_open_10000_shards"] = opening_seconds(Path(directory, "many"))
+        clock, cores = opening_seconds(Path(directory, "many"))
+        summary["seconds_to_open_10000_shards_clock"] = round(clock, 2)
+        summary["seconds_to_open_10000_shards_cores"] = round(cores, 2)
     print(json.dumps(summary))
 
 
@@ -213,8 +215,11 @@ def resident_growth(dataset: CachedTensorDataset) -> float:
     return sizes[-1] - sizes[0]
 
 
-def opening_seconds(directory: Path) -> float:
-    """Return how long a cache of 10,000 small shards takes to open, the best of three."""
+def opening_seconds(directory: Path) -> tuple[float, float]:
+    """Return how long a cache of 10,000 small shards takes to open, the best of three.
+
+    On the clock and in seconds of a core, as in `Rate`.
+    """
     directory.mkdir()
     specs = {"ids": TensorSpec(torch.int64, (4,))}
     first = Path(shard_path(str(directory), 0))
@@ -226,9 +231,9 @@ def opening_seconds(directory: Path) -> float:
         Path(shard_path(str(directory), index)).write_bytes(content)
     seconds = []
     for _ in range(3):
-        begun = time.perf_counter()
+        begun, of_cores = time.perf_counter(), time.process_time()
         CachedTensorDataset(str(directory), row_specs=specs, num_rows=10_000, shard_size=1)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append((time.perf_counter() - begun, time.process_time() - of_cores))
     return min(seconds)
 
 
