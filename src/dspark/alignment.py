@@ -8,7 +8,7 @@ matter nor change.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,7 +61,8 @@ class _OffsetText:
     @cached_property
     def _offsets(self) -> np.ndarray:
         """[2, n] int64: where each token starts and stops, in characters."""
-        return np.array(self._encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        flat = chain.from_iterable(self._encoding.offsets)
+        return np.fromiter(flat, dtype=np.int64, count=2 * len(self.ids)).reshape(-1, 2).T
 
     def cover(self, start: int, stop: int) -> tuple[int, int]:
         starts, stops = self._offsets

@@ -125,8 +125,8 @@ def lacks_end_token(
         content = chat.messages[turn.message]["content"]
         if not content:
             continue
-        places = np.flatnonzero(mask[turn.first : turn.last])[::-1] + turn.first
-        ids = (chat.tokens.ids[place] for place in places)
+        places = range(turn.last - 1, turn.first - 1, -1)
+        ids = (chat.tokens.ids[place] for place in places if mask[place])
         last = next((token for token in ids if token not in blank_ids), None)
         if last is not None and last not in end_ids:
             return True

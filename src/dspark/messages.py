@@ -121,6 +121,8 @@ def _read_part(part: Any, where: str) -> str:
 
 
 def _read_reasoning(item: Mapping[str, Any], index: int) -> str | None:
+    if not any(name in item for name in REASONING_NAMES):
+        return None
     given = {item[name] for name in REASONING_NAMES if isinstance(item.get(name), str)}
     wrong = [name for name in REASONING_NAMES if not isinstance(item.get(name), str | None)]
     if wrong or len(given) > 1:
