@@ -15,7 +15,7 @@ import pytest
 
 import dspark.lock
 from dspark.errors import CacheError
-from dspark.lock import STALE_SECONDS, WriterLock, lock_lives, read_lock
+from dspark.lock import STALE_SECONDS, WriterLock, claim_path, lock_lives, read_lock
 
 ELSEWHERE = {
     "boot": "another",
@@ -70,7 +70,7 @@ def test_a_process_number_that_was_given_again_is_another_process(path):
         pass
 
 
-@pytest.mark.parametrize("content", [json.dumps(ELSEWHERE), "", "not JSON"])
+@pytest.mark.parametrize("content", [json.dumps(ELSEWHERE), "", "not JSON", '{"token": "../x"}'])
 @pytest.mark.parametrize(("age", "lives"), [(STALE_SECONDS - 30, True), (STALE_SECONDS + 5, False)])
 def test_another_hosts_lock_is_dead_when_it_was_not_refreshed_for_60_s(
     path, content, age, lives, monkeypatch
@@ -83,9 +83,19 @@ def test_another_hosts_lock_is_dead_when_it_was_not_refreshed_for_60_s(
         with WriterLock(path):
             pass
         return
-    with pytest.raises(CacheError, match=r"node7 since 2025-01-31|cannot be taken"):
+    with pytest.raises(CacheError, match=r"node7 since 2025-01-31|process None|cannot be taken"):
         WriterLock(path).__enter__()
     assert path.read_text() == content
+
+
+def test_where_processes_cannot_be_told_apart_only_time_tells(path, monkeypatch):
+    monkeypatch.setattr("dspark.lock._boot", lambda: "")  # as without /proc
+    monkeypatch.setattr("dspark.lock._started", lambda pid: None)
+    with WriterLock(path) as lock:
+        assert lock_lives(path, read_lock(path))
+        os.utime(path, (0, 0))
+        assert not lock_lives(path, read_lock(path))
+        lock.check()
 
 
 def test_a_writer_refreshes_its_lock(path, monkeypatch):
@@ -173,8 +183,7 @@ def test_of_several_that_take_over_at_once_exactly_one_wins(path, links):
 
 def test_a_taker_that_was_killed_holds_nobody_up(path, monkeypatch):
     record = a_dead_lock(path)
-    claim = path.with_name(f"writer.lock.{record['token']}")
-    claim.write_bytes(path.read_bytes().replace(record["token"].encode(), b"abcd"))
+    claim_path(path, record).write_text(json.dumps(record | {"token": "abcd"}))
     monkeypatch.setattr("dspark.lock._WAIT_SECONDS", 0)
     with WriterLock(path):
         pass

@@ -3,13 +3,14 @@
     CACHE/.dspark/NAME.lock    {"boot", "host", "pid", "since", "started", "token"}
 
 A lock of the same boot of the same host is dead when its process is; any other is dead when its
-time is older than `STALE_SECONDS`. Only who holds the claim on a dead lock, NAME.lock.<its token>,
+time is older than `STALE_SECONDS`. Only who holds the claim on a dead lock, NAME.lock.<its digest>,
 may remove it: of several runs that find it dead, none removes what another has put in its place.
 Only ``O_EXCL`` is relied on, so that shared file systems without hard links or advisory locks will
 do; where there are hard links, a lock appears with its content.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -124,7 +125,7 @@ class WriterLock:
 
     def _remove_dead(self, path: Path, record: Mapping[str, Any]) -> bool:
         """Remove `path` if it still is the dead `record` and nobody else is at it."""
-        claim = self.path.with_name(f"{self.path.name}.{record.get('token', 'unreadable')}")
+        claim = claim_path(self.path, record)
         if not _create(claim, uuid4().hex):
             claimed = read_lock(claim)
             if lock_lives(claim, claimed):
@@ -179,6 +180,12 @@ def _link(whole: Path, path: Path) -> bool:
     return True
 
 
+def claim_path(path: Path, record: Mapping[str, Any]) -> Path:
+    """Return the file whose holder alone may remove `record`, a dead one, from `path`."""
+    content = json.dumps(record, sort_keys=True).encode()
+    return path.with_name(f"{path.name}.{hashlib.sha256(content).hexdigest()[:32]}")
+
+
 def read_lock(path: Path) -> dict[str, Any]:
     """Return what a lock file says; nothing if it is not there or not written yet."""
     try:
@@ -191,8 +198,9 @@ def read_lock(path: Path) -> dict[str, Any]:
 def lock_lives(path: Path, record: Mapping[str, Any]) -> bool:
     """Whether the process that wrote `record` into the lock `path` still holds it."""
     mine = _this_process()
-    if record and record.get("boot") == mine["boot"] and record.get("host") == mine["host"]:
-        return _started(int(record.get("pid", 0))) == record.get("started")
+    is_here = all(record.get(key) == mine[key] for key in ("boot", "host"))
+    if is_here and mine["boot"] and isinstance(record.get("pid"), int):
+        return _started(record["pid"]) == record.get("started")
     try:
         return _age(path) < STALE_SECONDS
     except FileNotFoundError:
