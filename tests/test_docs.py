@@ -156,6 +156,12 @@ def test_the_training_loop_in_readme_runs(tmp_path):
     assert names["target"].shape == (2 * 40, 16)
 
 
+def test_the_benchmarks_are_all_described():
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert set(re.findall(r"`benchmarks/(\w+\.py)`", text)) == scripts
+
+
 def test_the_changelog_has_the_version_of_the_package():
     version = importlib.import_module("dspark").__version__
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
