@@ -4,6 +4,7 @@ import logging
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,23 +16,23 @@ import torch
 from safetensors.torch import load_file
 
 from containers import dspark_record
-from dspark.bad_states import masked_rows
 from dspark.cache import compute_batch_cache, shard_path, write_manifest, write_shard
-from dspark.cache_manifest import row_specs
-from dspark.capture import Captured, Target
 from dspark.chat import Conversation
-from dspark.encoding import BadRow
+from dspark.data.encoding import BadRow
+from dspark.data.tokens import RowRules, Tokens, write_tokens
+from dspark.disk.manifest import identity_digest
+from dspark.disk.shard_check import check_shard
 from dspark.errors import TargetError
-from dspark.forward import ShardSettings, forwards, shard_batches, shard_record
-from dspark.manifest import identity_digest
-from dspark.pipeline import follow_shards, write_shards
-from dspark.shard_check import check_shard
-from dspark.tokens import RowRules, Tokens, write_tokens
+from dspark.job.bad_states import masked_rows
+from dspark.job.forward import ShardSettings, forwards, shard_batches, shard_record
+from dspark.job.pipeline import follow_shards, write_shards
+from dspark.model.capture import Captured, Target
+from dspark.schema.cache_manifest import row_specs
 from dspark_caches import a_manifest
 from tiny_models import tiny_qwen3
 
 SEQ_LENGTH, SHARD_SIZE, PAD = 24, 4, 5
-LENGTHS = [24, 3, 11, 24, 1, 8, 7, 19, 2, 23, 6]
+LENGTHS = [24, 23, 11, 24, 1, 8, 7, 19, 2, 23, 6]
 SHARDS = range(3)
 LAYERS = [-1, 0, 2, 3]
 WIDTH = 32
@@ -85,10 +86,13 @@ class StubTarget:
 
     def __init__(self, spoil: Any = lambda ids, states: None) -> None:
         self.shapes: list[tuple[int, int]] = []
+        self.rows: dict[int, tuple[list[int], list[int]]] = {}  # ids and mask by first id
         self._spoil = spoil
 
     def capture(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Captured:
         self.shapes.append(tuple(input_ids.shape))
+        for ids, mask in zip(input_ids.tolist(), attention_mask.tolist(), strict=True):
+            self.rows[ids[0]] = (ids, mask)
         base = input_ids.unsqueeze(-1) + torch.arange(WIDTH) / WIDTH
         states = [base * (place + 1) for place in range(len(LAYERS))]
         states = [
@@ -276,6 +280,24 @@ def test_a_forward_holds_the_budget_and_is_as_wide_as_its_longest_row(tmp_path, 
     assert {width for _, width in target.shapes} <= set(LENGTHS)
 
 
+@pytest.mark.parametrize("pad", [0, PAD])
+def test_attention_goes_by_the_true_length_whatever_the_pad_id(tmp_path, pad):
+    def encoded() -> Iterator[Any]:
+        for row, length in enumerate((20, 19, 20)):
+            ids = np.full(length, pad, dtype=np.int32)  # real tokens with the id that pads
+            ids[0] = row
+            yield row, Conversation(ids, np.ones(length, np.uint8), False)
+
+    tokens = write_tokens(tmp_path / "tokens", encoded(), RowRules(), key={})
+    target = StubTarget()
+    (tmp_path / "cache").mkdir()
+    settings = make_settings(batch_size=4, pad_token_id=pad)
+    write_shards(str(tmp_path / "cache"), [0], target, tokens, settings)
+    assert target.shapes == [(3, 20)]
+    assert {row: sum(mask) for row, (_, mask) in target.rows.items()} == {0: 20, 1: 19, 2: 20}
+    assert target.rows[1] == ([1, *[pad] * 19], [*[1] * 19, 0])
+
+
 def test_rows_tokens_and_shards_are_reported(tmp_path, tokens):
     rows, shards = [], []
     options = {"on_rows": lambda *counts: rows.append(counts), "on_shard": shards.append}
@@ -297,6 +319,21 @@ def test_only_a_few_micro_batches_are_in_memory(tmp_path, tokens, queue_size):
     run(tmp_path, StubTarget(watch), tokens, make_settings(batch_size=1), **options)
     assert len(most) > queue_size + 2
     assert max(most) <= queue_size + 2  # waiting or being written, waiting for room, new
+
+
+def test_states_that_were_written_are_gone_before_the_next_forward_ends(tmp_path, tokens):
+    living: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    left_over = []
+
+    def watch(ids: torch.Tensor, states: list[torch.Tensor]) -> None:
+        patience = time.monotonic() + 5
+        while living and time.monotonic() < patience:
+            time.sleep(0.001)  # the writer may still be at the micro-batch before
+        left_over.append(len(living))
+        living.add(states[0])
+
+    run(tmp_path, StubTarget(watch), tokens, make_settings())
+    assert set(left_over) == {0}
 
 
 BAD_ROW, BAD_TOKEN = 7, 4
@@ -406,7 +443,11 @@ def test_where_memory_runs_out_a_micro_batch_is_halved_and_the_bytes_stay(
     assert found == expected
     assert all(count <= rows for count, _ in scarce.shapes)
     assert ("out of device memory" in caplog.text) == (len(scarce.shapes) > len(plenty.shapes))
-    assert {width for _, width in scarce.shapes} == {width for _, width in plenty.shapes}
+    assert rows_by_width(scarce) == rows_by_width(plenty)
+
+
+def rows_by_width(target: StubTarget) -> Counter[int]:
+    return Counter(width for rows, width in target.shapes for _ in range(rows))
 
 
 def test_a_single_row_that_does_not_fit_stops_the_run(tmp_path, tokens):
@@ -453,7 +494,7 @@ def test_a_full_disk_stops_the_run_and_leaves_no_file(tmp_path, tokens, monkeypa
     def full(*args: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dspark.publish.os.pwrite", full)
+    monkeypatch.setattr("dspark.disk.publish.os.pwrite", full)
     with pytest.raises(OSError, match="No space left"):
         run(tmp_path, StubTarget(), tokens, make_settings())
     assert list(tmp_path.iterdir()) == []
