@@ -67,13 +67,16 @@ NOT_DECODERS = {
     "blip": "captions an image: the text decoder attends to it",
     "gemma4_assistant": "a draft that reads its target's states",
     "gemma4_unified_assistant": "a draft that reads its target's states",
+    "blt": "a byte model of three stacks: local encoder, global transformer, local decoder",
     "diffusion_gemma": "denoises a canvas of tokens in both directions",
     "idefics": "every layer attends to an image",
     "musicgen": "predicts audio codes",
     "musicgen_melody": "predicts audio codes",
+    "paligemma": "a prefix language model: the prompt attends to itself in both directions",
     "pi0": "predicts robot actions",
     "pix2struct": "an encoder-decoder whose encoder reads image patches",
     "prophetnet": "an encoder-decoder",
+    "shieldgemma2": "classifies images",
     "vision-encoder-decoder": "an encoder-decoder",
     "xlm": "a masked language model without causal attention",
     "xlnet": "a permutation language model without causal attention",
@@ -243,7 +246,9 @@ def compare(directory: Path, target: Target, input_ids: Tensor) -> None:
         ):  # fmt: skip
             _agree(f"layer {layer_id} of row {row}", mine[:length], theirs[0], TOLERANCE)
         with torch.no_grad():
-            logits = target.causal_lm(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+            logits = target.causal_lm(
+                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False
+            ).logits[0]
         mine = target_logits(head, item["target_last_hidden_states"][:length])
         _agree(f"logits of row {row}", mine, logits, 10 * TOLERANCE)
 

@@ -99,8 +99,14 @@ _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _ROPES = {"full_attention": _ROPE, "sliding_attention": _ROPE}
 _TEXT_ROPE = {"text_config": {"rope_parameters": _ROPE}}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_ssm": 64}
-_SWA = {"swa_num_key_value_heads": 2, "num_key_value_heads": 2}
+_SWA = {"swa_num_key_value_heads": 2, "num_key_value_heads": 2, "unpadded_vocab_size": 120}
 _MOE = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2}
+_LOOP = {
+    "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 3,
+    "loop_num_passes": 2,
+}
 _INDEXER = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -120,20 +126,26 @@ _OVERRIDES: dict[tuple[str, ...], dict[str, Any]] = {
         "image_token_offset": 128,
         "audio_token_offset": 256,
         "text_config": {"vocab_size": 512},
+        "vision_config": {"base_channels": 32},
     },
     ("dbrx",): {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_top_k": 2, "hidden_size": HIDDEN},
     },
     ("deepseek_ocr2",): {"text_config": {**_MOE, "mlp_layer_types": ["sparse"] * LAYERS}},
-    ("dory",): {
-        "n_input_layers": 1,
-        "n_recurrent_layers": 2,
-        "n_output_layers": 1,
-        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"],
+    ("dory",): {  # its configuration counts every layer twice on disk
+        "num_hidden_layers": 2 * LAYERS,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 4,
+        "n_output_layers": 2,
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
     },
     ("dots1",): {**_MOE, "n_shared_experts": 1},
     ("dots3_note_text",): {"moe_intermediate_size": 48, "index_topk": 8},
+    ("emu3",): {
+        "vocabulary_map": {"<image>": 100},
+        "vq_config": {"base_channels": 32, "embed_dim": 4, "latent_channels": 4},
+    },
     ("ernie4_5_vl_moe",): {
         "text_config": {
             "moe_intermediate_size": [48, 48],
@@ -151,8 +163,10 @@ _OVERRIDES: dict[tuple[str, ...], dict[str, Any]] = {
         "downsample_rate": "1/2",
     },
     ("hunyuan_vl",): _TEXT_ROPE,
-    ("inkling_text", "inkling2_text", "inkling2_loop_text"): _SWA,
-    ("inkling_mm_model", "inkling2", "inkling2_loop"): {"text_config": _SWA},
+    ("inkling_text", "inkling2_text"): _SWA,
+    ("inkling_mm_model", "inkling2"): {"text_config": _SWA},
+    ("inkling2_loop",): {"text_config": _SWA | _LOOP},
+    ("inkling2_loop_text",): _SWA | _LOOP,
     ("janus",): {"vq_config": {"base_channels": 32, "latent_channels": 32}},
     ("lfm2_moe",): {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     ("longcat_flash",): {"num_layers": 2},
@@ -177,7 +191,7 @@ _OVERRIDES: dict[tuple[str, ...], dict[str, Any]] = {
         "attention_head_size": 8,
     },
     ("step3p7",): {"text_config": {"sliding_window": 8}},
-    ("xlstm",): {"num_heads": 4, "embedding_dim": HIDDEN},
+    ("xlstm",): {"num_heads": 4, "embedding_dim": HIDDEN, "chunk_size": 64},
     ("xmod",): {"default_language": "en_XX"},
     ("zamba",): {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
