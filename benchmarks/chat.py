@@ -20,8 +20,8 @@ import tokenizers
 import transformers
 
 from dspark.chat import ChatEncoder, load_tokenizer
-from dspark.rows import open_rows
-from dspark.terminal import format_table
+from dspark.data.rows import open_rows
+from dspark.reports.terminal import format_table
 
 _SEQ_LENGTH = 1 << 20
 

@@ -28,15 +28,15 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dspark.cache import CachedDSparkDataset, write_manifest
-from dspark.cache_manifest import build_cache_manifest, row_specs
-from dspark.capture import Target
 from dspark.chat import Conversation
-from dspark.encoding import Encoded
-from dspark.forward import ShardSettings, forwards, shard_batches
-from dspark.pipeline import write_shards
+from dspark.data.encoding import Encoded
+from dspark.data.tokens import RowRules, Tokens, write_tokens
+from dspark.job.forward import ShardSettings, forwards, shard_batches
+from dspark.job.pipeline import write_shards
+from dspark.model.capture import Target
 from dspark.plan import count_shards
+from dspark.schema.cache_manifest import build_cache_manifest, row_specs
 from dspark.target import check_target, default_layer_ids
-from dspark.tokens import RowRules, Tokens, write_tokens
 
 # Qwen/Qwen3-4B's config.json
 QWEN3_4B = {

@@ -27,17 +27,17 @@ from safetensors.torch import save_file
 from transformers.utils import logging as transformers_logging
 
 from dspark.cache import DTYPE_MAP
-from dspark.cache_manifest import build_cache_manifest, row_specs
-from dspark.capture import Target
 from dspark.chat import ChatEncoder, load_tokenizer
-from dspark.encoding import encode_rows
-from dspark.forward import ShardSettings, forwards, shard_batches
-from dspark.layers import text_config_of
-from dspark.pipeline import write_shards
+from dspark.data.encoding import encode_rows
+from dspark.data.rows import open_rows
+from dspark.data.tokens import RowRules, Tokens, write_tokens
+from dspark.job.forward import ShardSettings, forwards, shard_batches
+from dspark.job.pipeline import write_shards
+from dspark.model.capture import Target
+from dspark.model.layers import text_config_of
 from dspark.plan import count_shards
-from dspark.rows import open_rows
+from dspark.schema.cache_manifest import build_cache_manifest, row_specs
 from dspark.target import default_layer_ids, load_config, load_target
-from dspark.tokens import RowRules, Tokens, write_tokens
 
 MB = 1e6
 
@@ -216,9 +216,10 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, object]:
             measure(setup, way, best[name])
     print(f"{'':28} {'seconds':>8} {'tokens/s':>9} {'peak MB':>8} {'disk MB':>8}")
     for name, measured in best.items():
+        rate = setup.tokens.counts.tokens / measured.seconds
         print(
-            f"{name:28} {measured.seconds:8.1f} {setup.tokens.counts.tokens / measured.seconds:9.0f}"
-            f" {measured.peak_mb:8.0f} {measured.disk_mb:8.1f}"
+            f"{name:28} {measured.seconds:8.1f} {rate:9.0f} "
+            f"{measured.peak_mb:8.0f} {measured.disk_mb:8.1f}"
         )
     product = best["(c) dspark"]
     forward = min((m for n, m in best.items() if n.startswith("(b)")), key=lambda m: m.seconds)

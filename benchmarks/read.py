@@ -30,10 +30,10 @@ import psutil
 import torch
 from safetensors import safe_open
 
-from dspark.manifest import shard_path
+from dspark.disk.manifest import shard_path
+from dspark.disk.shard_file import ShardMetadata, TensorSpec
+from dspark.disk.shard_writer import write_whole_shard
 from dspark.offline_cache import Batch, CachedTensorDataset, build_loader
-from dspark.shard_file import ShardMetadata, TensorSpec
-from dspark.shard_writer import write_whole_shard
 
 TOKENS, ROWS_PER_SHARD = 2048, 8
 SPECS = {
@@ -159,8 +159,7 @@ def compare(
     seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for measured in [False] + [True] * rounds:  # the first round is for starting and warming up
         for name, (dataset, one_pass) in contenders.items():
-            if state == "cold":
-                drop_from_page_cache(dataset)
+            set_page_cache(dataset, state)
             begun, of_cores = time.perf_counter(), time.process_time()
             for _ in one_pass():
                 pass
@@ -178,12 +177,18 @@ def compare(
     return rates
 
 
-def drop_from_page_cache(dataset: CachedTensorDataset) -> None:
-    """Make the next read of a cache come from the disk."""
+def set_page_cache(dataset: CachedTensorDataset, state: str) -> None:
+    """Make the next read of a cache come from the page cache ("warm") or from the disk ("cold").
+
+    Some systems reclaim pages that were not used for seconds, so warm files are read just before.
+    """
+    scratch = bytearray(4 * 2**20)
     for path in Path(dataset.cache_dir).iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+        with path.open("rb", buffering=0) as file:
+            if state == "cold":
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while state == "warm" and file.readinto(scratch):
+                pass
 
 
 def summarize(results: dict[tuple[str, int, int], dict[str, Rate]]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from dspark.cache import (
     write_shard,
     write_target_weights,
 )
-from dspark.cache_check import check_cache, default_workers
+from dspark.checks.cache_check import check_cache, default_workers
 
 SEQ, HIDDEN, LAYERS, ROWS_PER_SHARD = 4096, 2560, [1, 10, 18, 26, 35], 8
 

@@ -140,8 +140,9 @@ def judge(model_type: str) -> Result:
         with tempfile.TemporaryDirectory() as directory:
             return Result(model_type, SUPPORTED, try_target(model, Path(directory)))
     except TargetError as error:
-        other = "encoder-decoder" in str(error) or "not a causal decoder" in str(error)
-        return Result(model_type, OTHER if other else UNSUPPORTED, _short(error))
+        if "not a causal decoder" in str(error):
+            return Result(model_type, OTHER, "a token's state depends on later tokens")
+        return Result(model_type, UNSUPPORTED, _short(error))
     except Exception as error:  # a model that fails on plain text
         return Result(model_type, UNSUPPORTED, _short(error))
     finally:

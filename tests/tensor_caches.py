@@ -11,10 +11,10 @@ from unittest import mock
 import safetensors.torch
 import torch
 
-from dspark.manifest import shard_path
+from dspark.disk.manifest import shard_path
+from dspark.disk.shard_file import ShardMetadata, TensorSpec
+from dspark.disk.shard_writer import write_whole_shard
 from dspark.offline_cache import CachedTensorDataset
-from dspark.shard_file import ShardMetadata, TensorSpec
-from dspark.shard_writer import write_whole_shard
 
 TOKENS, WIDTH, PAD = 12, 5, 7
 SPECS = {

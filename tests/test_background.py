@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dspark.background import Background
+from dspark.job.background import Background
 
 SECONDS = 30  # far more than anything here takes: reached only by what hangs
 

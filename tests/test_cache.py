@@ -23,8 +23,8 @@ from dspark.cache import (
     write_manifest,
     write_shard,
 )
+from dspark.disk.manifest import identity_digest
 from dspark.errors import CacheError
-from dspark.manifest import identity_digest
 from dspark_caches import (
     HIDDEN,
     LAYERS,

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from dspark.cache import CACHE_KEYS, CachedDSparkDataset, build_cached_dspark_dataloader
-from dspark.cache_loader import CacheLoader
 from dspark.offline_cache import build_loader, collate
-from dspark.sampler import RowSampler
+from dspark.reading.cache_loader import CacheLoader
+from dspark.reading.sampler import RowSampler
 from tensor_caches import SmallCache, assert_rows, row_numbers, write_cache
 from tiny_cache import LENGTHS, SHARD_SIZE, write_tiny_cache
 

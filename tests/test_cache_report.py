@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dspark.cache import CachedDSparkDataset, read_manifest, write_manifest
-from dspark.cache_rows import CacheRows
-from dspark.cache_summary import CacheSummary, histogram, summarise_cache
-from dspark.html_report import html_page
+from dspark.checks.cache_rows import CacheRows
 from dspark.inspect import main
-from dspark.svg_plots import LogScale, bars, curves
+from dspark.reports.cache_summary import CacheSummary, histogram, summarise_cache
+from dspark.reports.html_report import html_page
+from dspark.reports.svg_plots import LogScale, bars, curves
 from tiny_cache import LENGTHS, SEQ, write_tiny_cache
 
 

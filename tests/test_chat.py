@@ -310,7 +310,7 @@ class TestLoading:
             read_chat_template("no/such/file.jinja")
 
     def test_importing_the_module_loads_no_torch(self) -> None:
-        code = "import dspark.chat, dspark.rows, sys; print(*sys.modules)"
+        code = "import dspark.chat, dspark.data.rows, sys; print(*sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
         assert not {"torch", "transformers", "datasets"} & set(done.stdout.decode().split())
 

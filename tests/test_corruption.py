@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from dspark.cache import CachedDSparkDataset
-from dspark.cache_check import check_cache
+from dspark.checks.cache_check import check_cache
+from dspark.disk.shard_file import read_header
 from dspark.errors import CacheError
-from dspark.shard_file import read_header
 from tiny_cache import LENGTHS, write_tiny_cache
 
 Corruption = Callable[[Path, random.Random, Path], str]

@@ -124,7 +124,7 @@ def test_every_make_target_and_script_in_the_documents_exists(document):
 
 def texts_in_the_source() -> str:
     """All string literals of the package, the constant parts of f-strings among them."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "src" / "dspark").glob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "src" / "dspark").rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     return "\n".join(str(node.value) for node in nodes if isinstance(node, ast.Constant))
 

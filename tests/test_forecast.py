@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from dspark import forecast
 from dspark.chat import Conversation
+from dspark.data.tokens import RowRules, Tokens, write_tokens
+from dspark.disk.shard_file import TensorSpec
+from dspark.disk.shard_writer import ShardWriter
 from dspark.errors import CacheError
-from dspark.forecast import Forecast, keeps_holes, make_forecast
-from dspark.forward import ShardSettings, shard_record
-from dspark.shard_file import TensorSpec
-from dspark.shard_writer import ShardWriter
-from dspark.tokens import RowRules, Tokens, write_tokens
+from dspark.job import forecast
+from dspark.job.forecast import Forecast, keeps_holes, make_forecast
+from dspark.job.forward import ShardSettings, shard_record
 
 LENGTHS = [700, 30, 1024, 5, 250, 90, 400]
 SEQ_LENGTH, SHARD_SIZE, WIDTH = 1024, 3, 64

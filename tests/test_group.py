@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from dspark import heartbeat
-from dspark.group import Group
-from dspark.interrupts import PeerFailed, Stopped
-from dspark.rendezvous import join_group, meet
+from dspark.processes import heartbeat
+from dspark.processes.group import Group
+from dspark.processes.interrupts import PeerFailed, Stopped
+from dspark.processes.rendezvous import join_group, meet
 
 SECONDS = 60  # more than any of these takes
 
@@ -287,7 +287,7 @@ def test_ranks_that_do_not_come_are_named():
 
 
 def test_a_launcher_that_cannot_be_reached_is_named(monkeypatch):
-    monkeypatch.setattr("dspark.rendezvous._JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("dspark.processes.rendezvous._JOIN_SECONDS", 0.2)
     for name, value in {
         "RANK": "1",
         "WORLD_SIZE": "2",

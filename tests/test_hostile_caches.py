@@ -13,7 +13,7 @@ import pytest
 
 from containers import container
 from dspark.cache import CachedDSparkDataset, read_manifest, read_target_weight_modules
-from dspark.cache_check import check_cache
+from dspark.checks.cache_check import check_cache
 from dspark.errors import CacheError
 from tiny_cache import write_tiny_cache
 
@@ -47,7 +47,7 @@ def _run_with_little_memory(code: str, cache: Path) -> str:
     prelude = f"""
         import resource, sys
         from dspark.cache import CachedDSparkDataset, read_target_weight_modules
-        from dspark.cache_check import check_cache
+        from dspark.checks.cache_check import check_cache
         from dspark.errors import CacheError
         cache = {str(cache)!r}
         resource.setrlimit(resource.RLIMIT_AS, ({_LIMITED_BYTES}, {_LIMITED_BYTES}))

@@ -8,8 +8,8 @@ import pytest
 import xxhash
 
 from chat_fixtures import TEMPLATES, tiny_tokenizer
-from dspark import identity
-from dspark.identity import FileHashes, target_identity, tokenizer_identity
+from dspark.job import identity
+from dspark.job.identity import FileHashes, target_identity, tokenizer_identity
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from chat_fixtures import TEMPLATES, chat, tiny_tokenizer
 from dspark.inspect import main
-from dspark.marked_text import Segment, mark, split_by_mask
+from dspark.reports.marked_text import Segment, mark, split_by_mask
 
 
 @pytest.fixture(scope="module")

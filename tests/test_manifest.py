@@ -21,8 +21,7 @@ from dspark.cache import (
     shard_path,
     write_manifest,
 )
-from dspark.errors import CacheError
-from dspark.manifest import (
+from dspark.disk.manifest import (
     MAX_MANIFEST_BYTES,
     abridged,
     check_shard_indices,
@@ -31,6 +30,7 @@ from dspark.manifest import (
     identity_fields,
     identity_on_disk,
 )
+from dspark.errors import CacheError
 from dspark_caches import a_manifest, some_samples
 
 FROZEN = """\

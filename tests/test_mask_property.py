@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from chat_fixtures import TEMPLATES, encoder, tiny_tokenizer
 from dspark.chat import ChatEncoder
+from dspark.errors import RowError
 
 PLAIN = [
     "chatml", "default-system", "qwen3", "think", "llama3", "gemma", "mistral", "headerless",
@@ -93,7 +94,12 @@ def byte_of_letter() -> dict[str, int]:
     return letters | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-SETTINGS = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,  # the same examples for everyone; raise the number to search further
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 @SETTINGS
@@ -152,7 +158,7 @@ def test_a_cut_conversation_is_a_beginning_of_the_whole(
     assert cut.truncated == (len(whole.input_ids) > seq_length)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(SETTINGS, max_examples=60)
 @given(cases(PLAIN + TAGGED), cases(PLAIN))
 def test_the_result_depends_on_the_row_and_the_template_alone(
     case: tuple[str, list[dict[str, Any]]], other: tuple[str, list[dict[str, Any]]]
@@ -205,6 +211,37 @@ def test_the_mask_is_that_of_the_prefix_lengths_where_prefixes_hold(
                 expected[token] = 1
     result = ENCODERS[name].encode({"messages": messages})
     assert result.loss_mask.tolist() == expected.tolist()
+
+
+KEYS = [
+    "messages", "conversations", "role", "from", "content", "value", "tools", "tool_calls",
+    "function", "arguments", "system", "text", "type", "thinking",
+]  # fmt: skip
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(PIECES),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@SETTINGS
+@given(
+    st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=4),
+    st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=4),
+    st.sampled_from(["chatml", "qwen3", "items"]),
+)
+def test_any_row_is_a_conversation_or_a_bad_row(
+    row: dict[str, Any], message: dict[str, Any], name: str
+) -> None:
+    answer = {"role": "assistant", "content": "a", **message}
+    for tried in (row, {**row, "messages": [{"role": "user", "content": "q"}, answer]}):
+        try:
+            result = ENCODERS[name].encode(tried)
+        except RowError:
+            continue
+        assert len(result.input_ids) == len(result.loss_mask) > 0
 
 
 @pytest.mark.parametrize("name", PLAIN + TAGGED)

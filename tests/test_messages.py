@@ -7,7 +7,7 @@ import pytest
 
 from chat_fixtures import TEMPLATES, chat, encode, supervised, text
 from dspark.errors import RowError
-from dspark.messages import read_chat
+from dspark.rendering.messages import read_chat
 
 TOOL = {
     "type": "function",

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dspark.disk.manifest import shard_path
+from dspark.disk.shard_file import TensorSpec, read_header
 from dspark.errors import CacheError
-from dspark.manifest import shard_path
 from dspark.offline_cache import CachedTensorDataset, collate
-from dspark.open_shards import MAX_OPEN_SHARDS
-from dspark.shard_file import TensorSpec, read_header
+from dspark.reading.open_shards import MAX_OPEN_SHARDS
 from tensor_caches import PAD, SPECS, TOKENS, SmallCache, assert_rows, write_cache
 
 EVERY_WAY = [
@@ -324,7 +324,7 @@ def test_damage_under_a_running_reader_is_an_error_that_names_the_shard(cache, d
 def test_a_shard_that_ends_while_it_is_being_read_is_an_error_that_names_it(cache, monkeypatch):
     dataset = cache.open()
     dataset[3]
-    monkeypatch.setattr("dspark.open_shards.OpenShard.is_current", lambda shard: True)
+    monkeypatch.setattr("dspark.reading.open_shards.OpenShard.is_current", lambda shard: True)
     os.truncate(cache.shard(1), 500)
     with pytest.raises(CacheError, match=r"shard-000001\.safetensors.*it ends at byte"):
         dataset[5]

@@ -13,9 +13,9 @@ from queue import Empty
 
 import pytest
 
-import dspark.lock
+import dspark.processes.lock
 from dspark.errors import CacheError
-from dspark.lock import STALE_SECONDS, WriterLock, claim_path, lock_lives, read_lock
+from dspark.processes.lock import STALE_SECONDS, WriterLock, claim_path, lock_lives, read_lock
 
 ELSEWHERE = {
     "boot": "another",
@@ -35,8 +35,10 @@ def path(tmp_path: Path) -> Path:
 
 def a_dead_lock(path: Path) -> dict:
     """Leave the lock of a process that was killed while it held it."""
-    hold = f"import os; from dspark.lock import *; WriterLock({path!r}).__enter__(); os._exit(9)"
-    hold = "from pathlib import PosixPath; " + hold
+    imports = (
+        "import os; from pathlib import PosixPath; from dspark.processes.lock import WriterLock"
+    )
+    hold = f"{imports}; WriterLock({path!r}).__enter__(); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", hold]).returncode == 9
     return read_lock(path)
 
@@ -75,7 +77,7 @@ def test_a_process_number_that_was_given_again_is_another_process(path):
 def test_another_hosts_lock_is_dead_when_it_was_not_refreshed_for_60_s(
     path, content, age, lives, monkeypatch
 ):
-    monkeypatch.setattr("dspark.lock._WAIT_SECONDS", 0)
+    monkeypatch.setattr("dspark.processes.lock._WAIT_SECONDS", 0)
     path.write_text(content)
     os.utime(path, (time.time() - age,) * 2)
     assert lock_lives(path, read_lock(path)) == lives
@@ -89,8 +91,8 @@ def test_another_hosts_lock_is_dead_when_it_was_not_refreshed_for_60_s(
 
 
 def test_where_processes_cannot_be_told_apart_only_time_tells(path, monkeypatch):
-    monkeypatch.setattr("dspark.lock._boot", lambda: "")  # as without /proc
-    monkeypatch.setattr("dspark.lock._started", lambda pid: None)
+    monkeypatch.setattr("dspark.processes.lock._boot", lambda: "")  # as without /proc
+    monkeypatch.setattr("dspark.processes.lock._started", lambda pid: None)
     with WriterLock(path) as lock:
         assert lock_lives(path, read_lock(path))
         os.utime(path, (0, 0))
@@ -99,7 +101,7 @@ def test_where_processes_cannot_be_told_apart_only_time_tells(path, monkeypatch)
 
 
 def test_a_writer_refreshes_its_lock(path, monkeypatch):
-    monkeypatch.setattr("dspark.lock._REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr("dspark.processes.lock._REFRESH_SECONDS", 0.01)
     with WriterLock(path):
         os.utime(path, (0, 0))
         end = time.monotonic() + 60
@@ -144,15 +146,15 @@ def _race(path: Path, links: bool, go, ended, results) -> None:
 def test_a_slow_taker_does_not_remove_the_lock_of_a_faster_one(path, monkeypatch):
     a_dead_lock(path)
     fast, slow = WriterLock(path), WriterLock(path)
-    real = dspark.lock._create
+    real = dspark.processes.lock._create
 
     def create(file: Path, token: str) -> bool:
         if file != path:  # the slow one is about to claim the dead lock, which it has read
-            monkeypatch.setattr(dspark.lock, "_create", real)
+            monkeypatch.setattr(dspark.processes.lock, "_create", real)
             fast.__enter__()
         return real(file, token)
 
-    monkeypatch.setattr(dspark.lock, "_create", create)
+    monkeypatch.setattr(dspark.processes.lock, "_create", create)
     with pytest.raises(CacheError, match="is being written by another run"):
         slow.__enter__()
     fast.check()
@@ -184,7 +186,7 @@ def test_of_several_that_take_over_at_once_exactly_one_wins(path, links):
 def test_a_taker_that_was_killed_holds_nobody_up(path, monkeypatch):
     record = a_dead_lock(path)
     claim_path(path, record).write_text(json.dumps(record | {"token": "abcd"}))
-    monkeypatch.setattr("dspark.lock._WAIT_SECONDS", 0)
+    monkeypatch.setattr("dspark.processes.lock._WAIT_SECONDS", 0)
     with WriterLock(path):
         pass
     assert not list(path.parent.iterdir())

@@ -21,8 +21,8 @@ from dspark.cache import (
     shard_path,
     write_manifest,
 )
-from dspark.capture import Target
 from dspark.errors import CacheError
+from dspark.model.capture import Target
 from dspark.precompute import (
     _UNSUPPORTED_OFFLINE_TARGET_MODEL_TYPES,
     _build_parser,
@@ -86,7 +86,9 @@ def error_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 @pytest.fixture
 def no_weights(monkeypatch):
     """Fail the test if weights are loaded."""
-    monkeypatch.setattr("dspark.run.load_target", lambda *_, **__: pytest.fail("weights loaded"))
+    monkeypatch.setattr(
+        "dspark.job.run.load_target", lambda *_, **__: pytest.fail("weights loaded")
+    )
 
 
 def test_the_names_of_the_page_are_there():
@@ -339,7 +341,9 @@ def test_resume_of_a_finished_cache_says_so_and_changes_nothing(target, chats, c
 
 def test_tokens_of_the_first_start_are_taken_up_again(target, chats, cache, monkeypatch):
     (cache / "shard-000001.safetensors").unlink()
-    monkeypatch.setattr("dspark.reading.encode_rows", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(
+        "dspark.job.read_input.encode_rows", lambda *_: pytest.fail("tokenized again")
+    )
     assert main([*command_line(target, chats, cache), "--resume"]) == 0
 
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from dspark import progress
-from dspark.progress import Progress
+from dspark.job import progress
+from dspark.job.progress import Progress
 
 
 class Clock:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dspark import publish
-from dspark.publish import (
+from dspark.disk import publish
+from dspark.disk.publish import (
     StagedFile,
     fsync_directory,
     publish_bytes,

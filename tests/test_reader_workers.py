@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from dspark import worker_memory
 from dspark.errors import CacheError
 from dspark.offline_cache import build_loader, collate
+from dspark.reading import worker_memory
 from tensor_caches import SmallCache, assert_rows, row_numbers, write_cache
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import dspark.run
+import dspark.job.run
 from chat_fixtures import TEMPLATES, chat, tiny_tokenizer
-from dspark.manifest import identity_fields
+from dspark.disk.manifest import identity_fields
 from dspark.precompute import main
 from tiny_target import command_line, some_chats, write_chats, write_target
 
@@ -224,7 +224,9 @@ def test_another_identity_is_refused_by_name_and_touches_nothing(work, case, cap
     change, fields = CASES[case]
     arguments = change(work)
     before = work.files()
-    monkeypatch.setattr(dspark.run, "load_target", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(
+        dspark.job.run, "load_target", lambda *_, **__: pytest.fail("it was loaded")
+    )
     assert work.resume(*arguments) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert "does not match this run: " in line

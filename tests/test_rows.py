@@ -11,15 +11,14 @@ import datasets
 import pytest
 import zstandard
 
+from dspark.data.rows import RowSource, open_rows
+from dspark.data.split_slice import parse_split
 from dspark.errors import DataError, RowError
-from dspark.rows import RowSource, open_rows
-from dspark.split_slice import parse_split
 
 
 @pytest.fixture(autouse=True)
 def _no_shared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
-    datasets.disable_progress_bars()
 
 
 def row(i: int) -> dict[str, Any]:
@@ -69,6 +68,10 @@ class TestLines:
             "x.jsonl line 4",
             "x.jsonl line 6",
         ]
+
+    def test_a_json_file_of_lines_may_begin_with_a_bom(self, tmp_path: Path) -> None:
+        (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf{"t": 1}\n{"t": 2}\n')
+        assert [item.value()["t"] for item in open_rows([str(tmp_path / "x.json")])] == [1, 2]
 
     def test_columns_may_change_their_type_late_in_the_file(self, tmp_path: Path) -> None:
         rows: list[dict[str, Any]] = [{**row(i), "tools": None} for i in range(10_000)]
@@ -202,6 +205,15 @@ class TestFormats:
         (tmp_path / "x.parquet").write_bytes(b"PAR1 nonsense")
         with pytest.raises(DataError, match=r"x\.parquet cannot be read as parquet"):
             open_rows([str(tmp_path / "x.parquet")])
+
+    def test_reading_prints_no_progress_into_a_log(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        path = parquet(tmp_path / "x.parquet", range(5))
+        capfd.readouterr()
+        assert len(numbers(open_rows([path]))) == 5
+        assert capfd.readouterr().err == ""
+        assert datasets.is_progress_bar_enabled()
 
     def test_a_json_file_that_is_no_json_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text("[1, 2")

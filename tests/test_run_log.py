@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark.run_log import describe_run, noted_run
+from dspark.job.run_log import describe_run, noted_run
 
 
 def a_run(**changes: object) -> dict:

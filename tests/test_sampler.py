@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dspark.sampler import RowSampler
+from dspark.reading.sampler import RowSampler
 
 
 def shares(num_rows: int, world_size: int, **options: object) -> list[list[int]]:

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from containers import data_start
+from dspark.disk.shard_check import ExpectedShard, ShardCheck, TensorRules, check_shard
+from dspark.disk.shard_file import ShardMetadata, TensorSpec, read_header
+from dspark.disk.shard_writer import write_whole_shard
 from dspark.errors import CacheError
-from dspark.shard_check import ExpectedShard, ShardCheck, TensorRules, check_shard
-from dspark.shard_file import ShardMetadata, TensorSpec, read_header
-from dspark.shard_writer import write_whole_shard
 
 SPECS = {
     "ids": TensorSpec(torch.int64, (4,)),
@@ -182,7 +182,7 @@ def test_where_the_file_system_tells_nothing_of_holes_padding_is_read(shard, mon
     def unsupported(*args: Any) -> int:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr("dspark.shard_check.os.lseek", unsupported)
+    monkeypatch.setattr("dspark.disk.shard_check.os.lseek", unsupported)
     check_shard(shard, SPECS, EXPECTED, padding=PADDING)
     change_byte(shard, -1)
     assert "the padding of states in row 2 is not 0" in problem(shard)

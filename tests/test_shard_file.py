@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from containers import container, data_start
-from dspark.errors import CacheError
-from dspark.shard_file import (
+from dspark.disk.shard_file import (
     MAX_HEADER_BYTES,
     ShardMetadata,
     TensorSpec,
     read_header,
     shard_metadata,
 )
-from dspark.shard_writer import write_whole_shard
+from dspark.disk.shard_writer import write_whole_shard
+from dspark.errors import CacheError
 
 
 def write(path: Path, lengths: tuple[int, ...] = (4, 1, 3), **record: Any) -> Path:

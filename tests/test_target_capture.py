@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from dspark.capture import Target, as_bsh
 from dspark.errors import TargetError
+from dspark.model.capture import Target, as_bsh
 from tiny_models import tiny_gemma3, tiny_gemma3n, tiny_gpt2, tiny_mllama, tiny_qwen3, tiny_qwen3moe
 
 EVERY = [-1, 0, 1, 2, 3]
@@ -184,17 +184,26 @@ def test_parallel_streams_are_averaged():
     assert torch.equal(captured.layers[0], expected)
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 3, 8), (3, 2, 5, 8)])
-def test_the_stream_axis_is_the_one_that_is_neither_rows_nor_tokens(shape):
-    assert as_bsh(torch.ones(shape), 2, 5, 8).shape == (2, 5, 8)
+@pytest.mark.parametrize("layout", ["bskh", "kbsh", "bs(kh)"])
+def test_streams_are_found_wherever_they_lie(layout):
+    streams = torch.arange(2 * 5 * 3 * 8.0).view(2, 5, 3, 8)
+    laid_out = {"bskh": streams, "kbsh": streams.permute(2, 0, 1, 3), "bs(kh)": streams.flatten(2)}
+    assert torch.equal(as_bsh(laid_out[layout], 2, 5, 8), streams.mean(dim=2))
 
 
 @pytest.mark.parametrize(
-    "shape", [(5, 2, 8), (2, 8, 5), (2, 5), (5, 2, 3, 8), (2, 6, 8), (2, 5, 16), (2, 5, 3, 4)]
+    "shape", [(5, 2, 8), (2, 8, 5), (2, 5), (5, 2, 3, 8), (2, 6, 8), (2, 5, 12), (2, 5, 3, 4)]
 )
 def test_a_state_of_another_shape_is_refused(shape):
     with pytest.raises(TargetError, match="one state per token"):
         as_bsh(torch.ones(shape), 2, 5, 8)
+
+
+def test_a_head_that_reads_states_of_another_width_is_refused():
+    model = tiny_qwen3()
+    model.model.norm.forward = lambda state: torch.cat([state, state], dim=-1)
+    with pytest.raises(TargetError, match=r"reads states of shape \(3, 9, 64\)"):
+        Target(model, [0]).capture(*batch())
 
 
 def test_a_layer_that_is_skipped_passes_its_input_on():

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import tiny_models
-from dspark.capture import Target
 from dspark.errors import TargetError
-from dspark.target_check import check_target
+from dspark.model.capture import Target
+from dspark.model.target_check import check_target
 
 KINDS = {
     "dense": (tiny_models.tiny_qwen3, {}),
@@ -131,7 +131,21 @@ def test_attention_to_padding_fails(monkeypatch):
         return forward(state + state.mean(dim=1, keepdim=True), *args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", leaking)
-    with pytest.raises(TargetError, match=r"layer 1 .* with the tokens or the padding after them"):
+    with pytest.raises(TargetError, match=r"layer 1 .* with the tokens after them"):
+        check_target(Target(model, [1]))
+
+
+def test_another_attention_without_padding_fails(monkeypatch):
+    model = tiny_models.tiny_qwen3()
+    layer = model.model.layers[1]
+    forward = layer.forward
+
+    def sees_all_alone(state, *args, **kwargs):  # as a prefix language model does
+        leak = state.mean(dim=1, keepdim=True) if len(state) == 1 else 0
+        return forward(state + leak, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", sees_all_alone)
+    with pytest.raises(TargetError, match=r"layer 1 .* or with padding"):
         check_target(Target(model, [1]))
 
 

@@ -9,11 +9,11 @@ from safetensors import safe_open
 
 import tiny_models
 from dspark.cache import read_target_weight_modules, target_logits, write_target_weights
-from dspark.capture import Target
 from dspark.errors import CacheError
-from dspark.logits import HeadTransform
-from dspark.target_check import check_target
-from dspark.target_weights import check_target_weights
+from dspark.model.capture import Target
+from dspark.model.target_check import check_target
+from dspark.schema.logits import HeadTransform
+from dspark.schema.target_weights import check_target_weights
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 

@@ -18,10 +18,10 @@ from dspark.cache import (
     write_manifest,
     write_target_weights,
 )
+from dspark.disk.manifest import identity_digest
 from dspark.errors import CacheError
-from dspark.logits import HeadTransform
-from dspark.manifest import identity_digest
-from dspark.target_weights import check_target_weights, target_logits
+from dspark.schema.logits import HeadTransform
+from dspark.schema.target_weights import check_target_weights, target_logits
 from dspark_caches import a_manifest
 from tiny_models import tiny_gpt2, tiny_tied
 

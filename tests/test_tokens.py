@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dspark import encoding
 from dspark.chat import Conversation
-from dspark.encoding import BadRow, encode_rows, read_parts, write_part
+from dspark.data import encoding
+from dspark.data.encoding import BadRow, encode_rows, read_parts, write_part
+from dspark.data.rows import SourceRow
+from dspark.data.tokens import RowRules, Tokens, load_tokens, write_tokens
 from dspark.errors import DataError, RowError
-from dspark.rows import SourceRow
-from dspark.tokens import RowRules, Tokens, load_tokens, write_tokens
 
 KEY = {"files": [{"path": "chats.jsonl", "size": 3}], "seq_length": 8}
 

@@ -19,12 +19,12 @@ from dspark.cache import (
     write_shard,
     write_target_weights,
 )
-from dspark.cache_check import CacheReport, check_cache
-from dspark.cache_rows import spread_rows
+from dspark.checks.cache_check import CacheReport, check_cache
+from dspark.checks.cache_rows import spread_rows
+from dspark.checks.manifest_check import finished_manifest
+from dspark.disk.shard_check import TensorRules, check_shard
+from dspark.disk.shard_file import ShardMetadata, read_header, shard_metadata
 from dspark.errors import CacheError
-from dspark.manifest_check import finished_manifest
-from dspark.shard_check import TensorRules, check_shard
-from dspark.shard_file import ShardMetadata, read_header, shard_metadata
 from dspark.target import load_target
 from dspark.verify import main
 from tiny_cache import LENGTHS, PAD, SEQ, write_tiny_cache
@@ -356,7 +356,7 @@ def test_a_header_written_differently_is_wrong_though_it_says_the_same(tmp_path:
 
 
 def _rules(cache: Path) -> TensorRules:
-    from dspark.cache_manifest import padding_values, row_specs
+    from dspark.schema.cache_manifest import padding_values, row_specs
 
     manifest = read_manifest(str(cache))
     return TensorRules(row_specs(manifest), padding_values(manifest))

@@ -18,7 +18,7 @@ from dspark.cache import (
     write_shard,
     write_target_weights,
 )
-from dspark.manifest_check import finished_manifest
+from dspark.checks.manifest_check import finished_manifest
 
 SEQ, HIDDEN, LAYERS, VOCAB, PAD = 16, 8, [0, 2], 32, 3
 LENGTHS = [16, 5, 9, 1, 7, 16, 3, 12, 2, 8, 11]

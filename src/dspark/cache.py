@@ -26,8 +26,19 @@ from typing import Any, Literal
 
 import torch
 
-from dspark.cache_loader import CacheLoader
-from dspark.cache_manifest import (
+from dspark.disk.manifest import (
+    existing_shard_indices,
+    identity_digest,
+    identity_on_disk,
+    manifest_path,
+    shard_path,
+)
+from dspark.disk.shard_file import ShardMetadata
+from dspark.disk.shard_writer import write_whole_shard
+from dspark.errors import CacheError
+from dspark.offline_cache import CachedTensorDataset, build_loader, collate
+from dspark.reading.cache_loader import CacheLoader
+from dspark.schema.cache_manifest import (
     _CACHE_NAME,
     DTYPE_MAP,
     build_cache_manifest,
@@ -39,22 +50,11 @@ from dspark.cache_manifest import (
     tokenizer_chat_template_sha256,
     write_manifest,
 )
-from dspark.cache_manifest import _FORMAT_VERSION as _FORMAT_VERSION
-from dspark.cache_manifest import _IDENTITY_EXEMPT_FIELDS as _IDENTITY_EXEMPT_FIELDS
-from dspark.errors import CacheError
-from dspark.manifest import (
-    existing_shard_indices,
-    identity_digest,
-    identity_on_disk,
-    manifest_path,
-    shard_path,
-)
-from dspark.offline_cache import CachedTensorDataset, build_loader, collate
-from dspark.shard_file import ShardMetadata
-from dspark.shard_writer import write_whole_shard
-from dspark.target_weights import _TARGET_WEIGHTS_NAME as _TARGET_WEIGHTS_NAME
-from dspark.target_weights import _target_weights_path as _target_weights_path
-from dspark.target_weights import (
+from dspark.schema.cache_manifest import _FORMAT_VERSION as _FORMAT_VERSION
+from dspark.schema.cache_manifest import _IDENTITY_EXEMPT_FIELDS as _IDENTITY_EXEMPT_FIELDS
+from dspark.schema.target_weights import _TARGET_WEIGHTS_NAME as _TARGET_WEIGHTS_NAME
+from dspark.schema.target_weights import _target_weights_path as _target_weights_path
+from dspark.schema.target_weights import (
     read_target_weight_modules,
     target_logits,
     write_target_weights,

@@ -3,8 +3,8 @@
     row -> messages -> one render, watched -> one tokenization -> mask -> both cut to seq_length
 
 `input_ids` are the tokens of the chat template's one full render. The mask is 1 on the tokens of
-assistant turns; :mod:`dspark.mask` says which those are. Both are made for the whole conversation
-and cut together, on the right.
+assistant turns; `dspark.rendering.mask` says which those are. Both are made for the whole
+conversation and cut together, on the right.
 """
 
 import json
@@ -16,13 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from dspark.alignment import build_tokenize
 from dspark.errors import DataError
-from dspark.habits import Habits, find_habits
-from dspark.mask import drop_generation_prompt, drop_reasoning, lacks_end_token, supervised
-from dspark.messages import REASONING_NAMES, Chat, read_chat
-from dspark.rendered import RenderedChat, render_chat
-from dspark.template import ChatTemplate
+from dspark.rendering.alignment import build_tokenize
+from dspark.rendering.habits import Habits, find_habits
+from dspark.rendering.mask import (
+    drop_generation_prompt,
+    drop_reasoning,
+    lacks_end_token,
+    supervised,
+)
+from dspark.rendering.messages import REASONING_NAMES, Chat, read_chat
+from dspark.rendering.rendered import RenderedChat, render_chat
+from dspark.rendering.template import ChatTemplate
 
 _NO_END = (
     "the chat template puts no end token inside the supervised part of an assistant turn, so a "

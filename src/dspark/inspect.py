@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from dspark.errors import DataError
 from dspark.options import add_chat_options, add_model_options, at_least
-from dspark.terminal import format_table, printable
+from dspark.reports.terminal import format_table, printable
 
 if TYPE_CHECKING:
-    from dspark.chat_report import RowReport, Totals
-    from dspark.encoding import BadRow
+    from dspark.data.encoding import BadRow
+    from dspark.reports.chat_report import RowReport, Totals
 
 _UNCUT = 1 << 62
 
@@ -105,10 +105,10 @@ def _refuse_misuse(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 def _inspect_cache(args: argparse.Namespace) -> str:
     from tqdm import tqdm
 
-    from dspark.cache_inspection import fits_cache, local_tokenizer, show_row, show_summary
-    from dspark.cache_rows import CacheRows
-    from dspark.cache_summary import summarise_cache
     from dspark.chat import load_tokenizer
+    from dspark.checks.cache_rows import CacheRows
+    from dspark.reports.cache_inspection import fits_cache, local_tokenizer, show_row, show_summary
+    from dspark.reports.cache_summary import summarise_cache
 
     def tokenizer_of(manifest: dict[str, Any]) -> Any | None:
         if not args.target_model:
@@ -138,9 +138,9 @@ def _inspect_chats(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from dspark.chat import ChatEncoder, load_tokenizer
-    from dspark.chat_report import count_totals, report_row
-    from dspark.encoding import encode_rows
-    from dspark.rows import open_rows
+    from dspark.data.encoding import encode_rows
+    from dspark.data.rows import open_rows
+    from dspark.reports.chat_report import count_totals, report_row
 
     source = open_rows(
         args.input_data,
@@ -176,7 +176,7 @@ def _inspect_chats(args: argparse.Namespace) -> None:
 
 
 def _row_as_json(row: "RowReport | BadRow") -> dict[str, Any]:
-    from dspark.encoding import BadRow
+    from dspark.data.encoding import BadRow
 
     if isinstance(row, BadRow):
         return {"row": row.number, "where": row.where, "error": row.message}
@@ -184,8 +184,8 @@ def _row_as_json(row: "RowReport | BadRow") -> dict[str, Any]:
 
 
 def _print_row(row: "RowReport | BadRow") -> None:
-    from dspark.encoding import BadRow
-    from dspark.marked_text import mark
+    from dspark.data.encoding import BadRow
+    from dspark.reports.marked_text import mark
 
     if isinstance(row, BadRow):
         print(f"row {row.number}, {printable(row.where)}: left out: {printable(row.message)}\n")

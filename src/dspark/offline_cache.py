@@ -16,11 +16,11 @@ import torch
 import torch.distributed
 import torch.utils.data
 
-from dspark.batch_memory import Batch, BatchMemory, RecycledMemory
-from dspark.cache_loader import CacheLoader
-from dspark.sampler import RowSampler
-from dspark.shard_file import TensorSpec
-from dspark.shard_reader import Check, ShardReader
+from dspark.disk.shard_file import TensorSpec
+from dspark.reading.batch_memory import Batch, BatchMemory, RecycledMemory
+from dspark.reading.cache_loader import CacheLoader
+from dspark.reading.sampler import RowSampler
+from dspark.reading.shard_reader import Check, ShardReader
 
 
 class Rows(list[Batch]):

@@ -26,20 +26,20 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dspark.disk.manifest import existing_shard_indices, manifest_path
 from dspark.errors import CacheError, TargetError
-from dspark.group import Group
-from dspark.interrupts import PeerFailed, Stopped, stopping_at_once
-from dspark.log_setup import set_up_logging
-from dspark.manifest import existing_shard_indices, manifest_path
+from dspark.job.log_setup import set_up_logging
 from dspark.options import build_parser as _build_parser
 from dspark.options import validate_args as _validate_args
 from dspark.options import validate_processes
-from dspark.rendezvous import join_group
+from dspark.processes.group import Group
+from dspark.processes.interrupts import PeerFailed, Stopped, stopping_at_once
+from dspark.processes.rendezvous import join_group
 
 if TYPE_CHECKING:
-    from dspark.run import Run
-    from dspark.settings import RunSettings
-    from dspark.workplace import Workplace
+    from dspark.job.run import Run
+    from dspark.job.settings import RunSettings
+    from dspark.job.workplace import Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +139,8 @@ def _run(args: argparse.Namespace, group: "Group | None" = None) -> int:
     group.first_then_all("refusals", partial(_refuse_at_once, args, goes_on))
     group.split_target(args.tensor_parallel)
     # Only now: these import torch and transformers, and what is above answers at once.
-    from dspark.settings import decide_settings
-    from dspark.workplace import open_workplace
+    from dspark.job.settings import decide_settings
+    from dspark.job.workplace import open_workplace
 
     settings = group.first_then_all("settings", partial(decide_settings, args))
     with open_workplace(args, group) as workplace:
@@ -170,7 +170,7 @@ def _prepare(
     Returns:
         The run, and "write", "finish" or "nothing".
     """
-    from dspark.reading import read_input
+    from dspark.job.read_input import read_input
 
     cache_dir = settings.args.output_dir
     existing = existing_shard_indices(cache_dir)
@@ -187,7 +187,7 @@ def _prepare(
 
 def _without_reading(settings: "RunSettings", recorded: dict[str, Any]) -> dict[str, Any]:
     """What the manifest will be if the input and the weights are those of the recorded one."""
-    from dspark.reading import identity_of_settings
+    from dspark.job.read_input import identity_of_settings
 
     provenance = recorded.get("provenance", {})
     identity = provenance.get("identity", {}) | identity_of_settings(settings)

@@ -1,7 +1,7 @@
 """The frozen target model: read its configuration, choose its layers, load it, capture its states.
 
-Nothing here knows a file of the cache. The parts are found in `dspark.layers`, run in
-`dspark.capture` and proved in `dspark.target_check`.
+Nothing here knows a file of the cache. The parts are found in `dspark.model.layers`, run in
+`dspark.model.capture` and proved in `dspark.model.target_check`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.import_utils import is_accelerate_available
 
-from dspark.capture import Captured, Target
 from dspark.errors import TargetError
-from dspark.layers import text_config_of
-from dspark.target_check import check_target
-from dspark.tensor_parallel import loading_options
+from dspark.model.capture import Captured, Target
+from dspark.model.layers import text_config_of
+from dspark.model.target_check import check_target
+from dspark.model.tensor_parallel import loading_options
 
 __all__ = [
     "Captured",
@@ -195,7 +195,7 @@ def load_target(
         trust_remote_code: Whether code shipped with the model may be run.
         device_map: As transformers takes it; needs the package accelerate.
         tensor_parallel: How many ranks hold the model together; all of them load it at this moment,
-            within `dspark.tensor_parallel.connected`.
+            within `dspark.model.tensor_parallel.connected`.
 
     Raises:
         TargetError: If the model cannot be loaded, needs code that is not trusted, or has a layout

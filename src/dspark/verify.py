@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dspark.options import at_least
-from dspark.terminal import format_bytes, format_table, printable
+from dspark.reports.terminal import format_bytes, format_table, printable
 
 _REMEDY = (
     "The precompute command with --resume writes damaged and missing files of its cache again; "
@@ -24,8 +24,8 @@ _REMEDY = (
 )
 
 if TYPE_CHECKING:
-    from dspark.cache_check import CacheReport
-    from dspark.recompute import Comparison
+    from dspark.checks.cache_check import CacheReport
+    from dspark.checks.recompute import Comparison
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _check(args: argparse.Namespace) -> "CacheReport":
     from tqdm import tqdm
 
-    from dspark.cache_check import check_cache, default_workers
+    from dspark.checks.cache_check import check_cache, default_workers
 
     with tqdm(desc="verifying", unit="shard", disable=None, leave=False) as bar:
         return check_cache(
@@ -107,7 +107,7 @@ def _compare(args: argparse.Namespace, report: "CacheReport") -> "Comparison | N
     """Run the target over some rows; what differs becomes a problem of the report."""
     from tqdm import tqdm
 
-    from dspark.recompute import compare_with_target
+    from dspark.checks.recompute import compare_with_target
 
     with tqdm(desc="recomputing", unit="row", disable=None, leave=False) as bar:
         try:

@@ -25,7 +25,7 @@ class Fault:
     """What happens at one call of one function.
 
     Attributes:
-        function: Dotted, a class's method included: "os.pwrite", "dspark.capture.Target.capture".
+        function: Dotted, a method included: "os.pwrite", "dspark.model.capture.Target.capture".
         action: "kill", a signal's name, an error number's name, "raise" (a RuntimeError),
             "out of device memory", "pause" (until the file `gate` is there; GATE.reached tells
             that it waits), or "= 3", which is no call: the module's constant becomes a number.

@@ -11,7 +11,7 @@ import pytest
 from bench import wait_for
 from injection import Fault
 
-CAPTURE = "dspark.capture.Target.capture"
+CAPTURE = "dspark.model.capture.Target.capture"
 REFUSALS = [
     Fault("os.pwrite", "ENOSPC", 12, path="input_ids.bin"),
     Fault("os.pwrite", "ENOSPC", path="target_weights"),

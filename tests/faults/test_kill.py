@@ -28,7 +28,7 @@ BEGIN = [
     Fault("os.unlink", "kill", path=".holes"),
     Fault("os.replace", "kill", path="manifest.json"),
     Fault("os.replace", "kill", path="manifest.json", moment="after"),
-    Fault("dspark.capture.Target.capture", "kill"),  # the check of the target
+    Fault("dspark.model.capture.Target.capture", "kill"),  # the check of the target
     Fault("os.pwrite", "kill", path="target_weights", moment="halfway"),
     Fault("os.fsync", "kill", path="target_weights"),
     Fault("os.replace", "kill", path="target_weights"),
@@ -37,7 +37,7 @@ BEGIN = [
 SHARDS = [
     Fault("os.open", "kill", path="shard-000000", moment="after"),
     Fault("os.ftruncate", "kill", path="shard-000000", moment="after"),
-    Fault("dspark.capture.Target.capture", "kill", 3),
+    Fault("dspark.model.capture.Target.capture", "kill", 3),
     Fault("os.pwrite", "kill", path="shard-000000", moment="halfway"),
     Fault("os.pwrite", "kill", 16, path="shard-000001", moment="after"),
     Fault("os.pwrite", "kill", 17, path="shard-000001", moment="halfway"),  # its header

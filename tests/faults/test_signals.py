@@ -11,8 +11,8 @@ from bench import SECONDS, everything, wait_for
 from injection import Fault
 from tiny_target import cache_files, write_chats
 
-CAPTURE = "dspark.capture.Target.capture"
-GRACE = "dspark.interrupts.GRACE_SECONDS"
+CAPTURE = "dspark.model.capture.Target.capture"
+GRACE = "dspark.processes.interrupts.GRACE_SECONDS"
 
 
 def test_sigterm_lets_a_short_shard_finish(bench, tmp_path):

@@ -5,7 +5,7 @@ import re
 from injection import Fault
 from tiny_target import cache_files
 
-CAPTURE = "dspark.capture.Target.capture"
+CAPTURE = "dspark.model.capture.Target.capture"
 
 
 def test_a_model_that_raises_ends_the_run_and_names_the_rows(bench, tmp_path):

@@ -7,7 +7,7 @@ import socket
 from bench import wait_for
 from injection import Fault
 
-CAPTURE = "dspark.capture.Target.capture"
+CAPTURE = "dspark.model.capture.Target.capture"
 
 
 def test_of_runs_that_race_for_a_directory_one_wins_and_the_others_name_it(bench, tmp_path):

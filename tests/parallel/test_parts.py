@@ -10,7 +10,7 @@ import pytest
 
 from ranks import Fault, Launch, Rank, errors, only, stamps
 
-CAPTURE = "dspark.capture.Target.capture"
+CAPTURE = "dspark.model.capture.Target.capture"
 RENAME = "os.replace"
 
 

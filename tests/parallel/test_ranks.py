@@ -1,14 +1,21 @@
 """Any number of ranks writes the very same cache, and they end together."""
 
+import random
+import time
+
 import pytest
 
 from ranks import Fault, Launch, errors, only, stamps
 
-CAPTURE = "dspark.capture.Target.capture"
+CAPTURE = "dspark.model.capture.Target.capture"
 RENAME = "os.replace"
 
 
-@pytest.mark.parametrize("world_size", [2, 9])  # and more ranks than shards
+@pytest.mark.parametrize(
+    "world_size",
+    # The last is more than there are shards.
+    [2, *(pytest.param(ranks, marks=pytest.mark.parallel) for ranks in (3, 5, 9))],
+)
 def test_ranks_write_the_cache_that_one_process_writes(bench, tmp_path, world_size):
     cache = tmp_path / "cache"
     ended = Launch(bench, cache, world_size=world_size).wait()
@@ -84,9 +91,10 @@ def test_a_group_that_was_started_anew_goes_on_by_itself(bench, tmp_path):
     assert stamps(cache).items() >= before.items()
 
 
+@pytest.mark.parallel
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_no_launcher_does_a_dead_rank_ends_the_others(bench, tmp_path, rank):
-    quick = [Fault("dspark.heartbeat._SILENCE_SECONDS", "= 4")]
+    quick = [Fault("dspark.processes.heartbeat._SILENCE_SECONDS", "= 4")]
     faults = {0: list(quick), 1: list(quick)}
     faults[rank].append(Fault(CAPTURE, "kill", 5))
     cache = tmp_path / "cache"
@@ -108,3 +116,44 @@ def test_ranks_that_a_launcher_ends_finish_a_shard_that_takes_seconds(bench, tmp
     assert "stopped by SIGTERM" in message
     assert bench.check_published(cache)
     assert not [path for path in cache.iterdir() if path.name.endswith(".tmp")]
+
+
+KILLS = [
+    Fault(CAPTURE, "kill", 2),
+    Fault(CAPTURE, "kill", 6),
+    Fault(RENAME, "kill", path="shard-"),
+    Fault(RENAME, "kill", path="shard-", moment="after"),
+    Fault("os.pwrite", "kill", 3, path="shard-", moment="halfway"),
+    Fault("os.fsync", "kill", 2, path="shard-"),
+    Fault("dspark.data.encoding.write_part", "kill"),
+    Fault("dspark.data.encoding.write_part", "kill", moment="after"),
+    Fault("dspark.job.survey.Survey.damaged", "kill"),
+    Fault("dspark.target.load_config", "kill"),
+    Fault("dspark.processes.group.Group.collect", "kill", 4),
+    Fault("dspark.processes.group.Group.collect", "kill", 5, moment="after"),
+]
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_killed_again_and_again_get_there_with_ever_other_numbers(bench, tmp_path, seed):
+    draw = random.Random(seed)
+    cache = tmp_path / "cache"
+    kept: dict[str, tuple[int, int]] = {}
+    for fault in draw.sample(KILLS, len(KILLS)):
+        world_size = draw.choice((2, 3, 4, 5))
+        rank = draw.randrange(world_size)
+        launch = Launch(bench, cache, "--resume", world_size=world_size, faults={rank: [fault]})
+        begun = time.monotonic()
+        ended = launch.wait()
+        assert time.monotonic() - begun < 60, fault
+        if ended[rank].code == -9:  # else what was left had no such call
+            assert all(one.code for one in ended), fault
+        bench.check_published(cache)
+        found = stamps(cache)
+        assert found.items() >= kept.items(), f"{fault}: a finished file was written again"
+        kept = found
+    ended = Launch(bench, cache, "--resume", world_size=draw.choice((1, 2, 3))).wait()
+    assert not any(one.code for one in ended), ended
+    bench.check_finished(cache)
+    assert stamps(cache).items() >= kept.items()

@@ -1,0 +1,1 @@
+"""Input files as ordered rows, and the rows as tokens on disk."""

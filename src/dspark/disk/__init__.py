@@ -1,0 +1,1 @@
+"""Files of a sharded cache: publishing, the manifest, one shard written and checked."""

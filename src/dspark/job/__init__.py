@@ -1,0 +1,1 @@
+"""One precompute run: its settings, its input, its pipeline."""

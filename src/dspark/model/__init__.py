@@ -1,0 +1,1 @@
+"""The frozen model: its parts, its states, its head."""

@@ -1,0 +1,1 @@
+"""Rows of a sharded cache on their way into batches."""

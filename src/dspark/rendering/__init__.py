@@ -1,0 +1,1 @@
+"""A conversation rendered by its chat template, watched, and tokenized once."""

@@ -1,0 +1,1 @@
+"""What `dspark.inspect` shows."""
