@@ -21,8 +21,7 @@ model: install
 check: install
 	scripts/check
 
-test: install model
-	scripts/check
+test: check model
 	scripts/test
 
 faults: install
