@@ -94,9 +94,9 @@ def _faulty(real: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
             real(fd, data[: len(data) // 2], offset)
         if fault.moment == "after":
             result = real(*args, **kwargs)
-            _act(fault)
+            _act(fault, args)
             return result
-        _act(fault)
+        _act(fault, args)
         return real(*args, **kwargs)
 
     return call
@@ -111,7 +111,7 @@ def _path(argument: Any) -> str:
     return str(argument) if isinstance(argument, str | Path) else ""
 
 
-def _act(fault: Fault) -> None:
+def _act(fault: Fault, args: tuple[Any, ...]) -> None:
     if fault.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)  # another thread may be the one that is stopped first
@@ -129,7 +129,8 @@ def _act(fault: Fault) -> None:
             time.sleep(0.01)
     else:
         number = getattr(errno, fault.action)
-        raise OSError(number, os.strerror(number))
+        # As the system does: calls that take a path name it, those that take a descriptor do not.
+        raise OSError(number, os.strerror(number), *(a for a in args[:1] if not isinstance(a, int)))
 
 
 def to_json(faults: list[Fault]) -> str:

@@ -50,6 +50,15 @@ class StagedFile:
         assert self._fd is not None, f"{self.path} is closed"
         return self._fd
 
+    def resize(self, size: int) -> None:
+        """Make the file `size` bytes long; what is not written reads as zeros.
+
+        Raises:
+            OSError: If the disk refuses; it names the file.
+        """
+        with _naming(self.path):
+            os.ftruncate(self.fd, size)
+
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` (bytes, one dimension) at byte `offset`.
 

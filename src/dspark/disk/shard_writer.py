@@ -5,7 +5,6 @@ what its real tokens cost. The header's size does not depend on its digests, so 
 known before the first row.
 """
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -125,7 +124,7 @@ class ShardWriter:
         self._missing = {(name, row) for name in row_specs for row in rows}
         self._file = StagedFile(path, owner=owner)
         try:
-            os.ftruncate(self._file.fd, self._layout.size)
+            self._file.resize(self._layout.size)
         except BaseException:
             self._file.discard()
             raise
