@@ -163,9 +163,10 @@ class Heartbeat:
             while not self._store.check([_FAILED]) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             return False
-        except RuntimeError as gone:  # the store, and with it whoever could tell
+        except RuntimeError as gone:  # the store, and with it whoever else could tell
             logger.debug("the store does not answer: %s", gone)
-            self._report(error)
+            if self._is_first_loss():
+                self._report(error)
             return True
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
@@ -229,8 +230,12 @@ class Heartbeat:
     def _lost(self, error: Exception) -> Failure:
         """The store does not answer, so this rank is alone; one per machine tells the user."""
         lost = PeerFailed(f"the launcher, or the machine of rank 0, does not answer ({error})")
-        with self._ending:
-            is_news, self._is_lost = not (self._is_lost or self._over.is_set()), True
-        if is_news and os.environ.get("LOCAL_RANK", "0") == "0":
+        if self._is_first_loss() and os.environ.get("LOCAL_RANK", "0") == "0":
             self._report(lost)
         return Failure.of(lost, self._rank)
+
+    def _is_first_loss(self) -> bool:
+        """Whether nothing in this process has found before that the store is gone."""
+        with self._ending:
+            is_first, self._is_lost = not (self._is_lost or self._over.is_set()), True
+        return is_first
