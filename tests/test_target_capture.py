@@ -7,6 +7,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from dspark.errors import TargetError
 from dspark.model.capture import Target, as_bsh
+from dspark.model.recorder import first_tensor
 from tiny_models import tiny_gemma3, tiny_gemma3n, tiny_gpt2, tiny_mllama, tiny_qwen3, tiny_qwen3moe
 
 EVERY = [-1, 0, 1, 2, 3]
@@ -175,7 +176,9 @@ def test_parallel_streams_are_averaged():
     model = tiny_gemma3n()
     input_ids, mask = batch((4, 4, 4, 4))  # as many rows and tokens as streams
     raw = []
-    hook = model.model.layers[1].register_forward_hook(lambda _m, _a, output: raw.append(output))
+    hook = model.model.layers[1].register_forward_hook(
+        lambda _layer, _args, output: raw.append(first_tensor(output))
+    )
     captured = Target(model, [1]).capture(input_ids, mask)
     hook.remove()
     assert raw[0].shape[0] == 4
