@@ -494,7 +494,7 @@ def test_a_full_disk_stops_the_run_and_leaves_no_file(tmp_path, tokens, monkeypa
     def full(*args: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dspark.disk.publish.os.pwrite", full)
+    monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(OSError, match="No space left"):
         run(tmp_path, StubTarget(), tokens, make_settings())
     assert list(tmp_path.iterdir()) == []

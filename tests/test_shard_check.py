@@ -182,7 +182,7 @@ def test_where_the_file_system_tells_nothing_of_holes_padding_is_read(shard, mon
     def unsupported(*args: Any) -> int:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr("dspark.disk.shard_check.os.lseek", unsupported)
+    monkeypatch.setattr("os.lseek", unsupported)
     check_shard(shard, SPECS, EXPECTED, padding=PADDING)
     change_byte(shard, -1)
     assert "the padding of states in row 2 is not 0" in problem(shard)

@@ -296,7 +296,7 @@ def test_an_exception_in_the_middle_leaves_no_file(tmp_path, monkeypatch):
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dspark.disk.publish.os.pwrite", full)
+    monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "shard")
     assert list(tmp_path.iterdir()) == []
@@ -306,7 +306,7 @@ def test_a_file_that_cannot_be_sized_leaves_nothing_behind(tmp_path, monkeypatch
     def too_large(fd: int, size: int) -> None:
         raise OSError(27, "File too large")
 
-    monkeypatch.setattr("dspark.disk.shard_writer.os.ftruncate", too_large)
+    monkeypatch.setattr("os.ftruncate", too_large)
     with pytest.raises(OSError, match="File too large"):
         open_writer(tmp_path / "shard")
     assert list(tmp_path.iterdir()) == []
