@@ -83,7 +83,8 @@ def dspark_commands() -> list[tuple[str, list[str]]]:
         for line in shell_lines(document.read_text()):
             match = re.search(r"-m dspark\.(\w+)(.*)", line)
             if match and "…" not in line:
-                words = shlex.split(re.split(r"[|&>]", match[2])[0])
+                arguments = re.sub(r"\$\w+", "0", match[2]).rstrip("'")
+                words = shlex.split(re.split(r"[|&>]", arguments)[0])
                 found.append((match[1], words))
     return found
 
