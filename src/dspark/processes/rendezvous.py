@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _JOIN_SECONDS = 300.0  # hundreds of ranks may import torch from one shared directory
+_CONNECT_SECONDS = 20.0
 _POLL_SECONDS = 0.05
 
 
@@ -39,14 +40,17 @@ def join_group() -> Group:
         return Group(is_restarted=is_restarted)
     from torch.distributed.rendezvous import rendezvous
 
+    # An agent of torchrun has the store before it starts a rank; elsewhere rank 0 brings it.
+    is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    patience = timedelta(seconds=_CONNECT_SECONDS if is_there else _JOIN_SECONDS)
     try:
-        store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS)))
+        store, rank, _ = next(rendezvous("env://", timeout=patience))
+        return meet(store, rank, world_size, is_restarted=is_restarted)
     except RuntimeError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConnectionError(
             f"rank {os.environ['RANK']} does not reach the launcher's store at {place}: {error}"
         ) from error
-    return meet(store, rank, world_size, is_restarted=is_restarted)
 
 
 def meet(
