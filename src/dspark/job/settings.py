@@ -94,8 +94,6 @@ def decide_settings(args: argparse.Namespace) -> RunSettings:
     )
     refuse_unfit(config, num_ranks=args.tensor_parallel, device=device)
     check_seq_length(config, seq_length=args.seq_length)
-    refuse_unfit(config, num_ranks=args.tensor_parallel, device=device)
-    check_seq_length(config, seq_length=args.seq_length)
     layer_ids = choose_layers(
         args.target_layer_ids,
         num_layers=int(text_config_of(config).num_hidden_layers),
