@@ -201,7 +201,9 @@ def _without_reading(settings: "RunSettings", recorded: dict[str, Any]) -> dict[
 def _decide(run: "Run", goes_on: bool) -> str:
     args = run.settings.args
     if goes_on and run.is_finished:
-        logger.info("%s is finished: all %d shards pass", args.output_dir, run.num_shards)
+        whose = f" of part {args.part}" if run.is_part else ""
+        count = len(run.responsible)
+        logger.info("%s is finished: all %d shards%s pass", args.output_dir, count, whose)
         return "nothing"
     forecast = run.forecast()
     if args.dry_run:

@@ -97,6 +97,7 @@ def write_part(
     share: int,
     num_shares: int,
     is_last: Callable[[Encoded], bool],
+    on_row: Callable[[], object] = lambda: None,
 ) -> None:
     """Encode one share of the rows into a file: every `num_shares`-th chunk, from `share` on.
 
@@ -108,6 +109,7 @@ def write_part(
         share: Which share.
         num_shares: Among how many.
         is_last: Whether nothing after a row will be asked for.
+        on_row: Called after every row, for progress.
 
     Raises:
         ChildProcessError: If a worker process is killed.
@@ -117,6 +119,7 @@ def write_part(
     with path.open("wb") as file, closing(encode_rows(chosen, encoder, num_workers)) as encoded:
         for item in encoded:
             _write_item(file, item)
+            on_row()
             if is_last(item):
                 return
 

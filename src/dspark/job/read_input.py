@@ -1,7 +1,6 @@
 """From the input files to the whole manifest: the last step before a weight is loaded."""
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import date
@@ -21,6 +20,7 @@ from dspark.job.identity import target_identity, tokenizer_identity
 from dspark.job.run import Run
 from dspark.job.run_log import library_versions
 from dspark.job.settings import RunSettings
+from dspark.job.survey import cores_of_rank
 from dspark.job.workplace import Workplace
 from dspark.processes.group import Group
 from dspark.schema.cache_manifest import row_specs
@@ -60,9 +60,10 @@ def read_input(
     )
     pinned = {"template_date": template_date} if encoder.template_reads_clock else {}
     tokens, data = _read_tokens(settings, workplace, group, encoder, pinned)
-    if tokens.largest_id >= settings.vocab_size:
+    largest_id = group.from_first("largest-id", lambda: tokens.largest_id)
+    if largest_id >= settings.vocab_size:
         raise TargetError(
-            f"the input has token id {tokens.largest_id}, but {args.target_model} embeds only "
+            f"the input has token id {largest_id}, but {args.target_model} embeds only "
             f"{settings.vocab_size}. Is this the tokenizer of the target?"
         )
     created_with = begun.get("created_with") or group.from_first("versions", library_versions)
@@ -148,7 +149,7 @@ def _read_tokens(
     directory = workplace.tokens(key)
     if not group.from_first("tokens-found", lambda: load_tokens(directory, key) is not None):
         _make_tokens(directory, rows, encoder, rules, key, group, num_workers=args.num_workers)
-    tokens = load_tokens(directory, key)
+    tokens = load_tokens(directory, key, check=False)  # rank 0 has done so for all
     if tokens is None:
         raise DataError(
             f"rank {group.rank} does not find the tokens that rank 0 made in {directory}. All "
@@ -170,22 +171,24 @@ def _make_tokens(
     num_workers: int,
 ) -> None:
     """Encode the rows, each rank its share, and have rank 0 write them down."""
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    workers = num_workers or max(cores, 1)
+    workers = num_workers or cores_of_rank()
     if group.world_size == 1:
         encoded = encode_rows(rows, encoder, workers)
     else:
         group.from_first("tokens-begin", lambda: directory.mkdir(parents=True, exist_ok=True))
         parts = [directory / f"part-{rank}.bin" for rank in range(group.world_size)]
-        write_part(
-            parts[group.rank],
-            rows,
-            encoder,
-            num_workers=workers,
-            share=group.rank,
-            num_shares=group.world_size,
-            is_last=rules.last_of_part(),
-        )
+        silent = None if group.is_first else True
+        with tqdm(desc="tokenizing", unit="row", disable=silent, leave=False) as bar:
+            write_part(
+                parts[group.rank],
+                rows,
+                encoder,
+                num_workers=workers,
+                share=group.rank,
+                num_shares=group.world_size,
+                is_last=rules.last_of_part(),
+                on_row=lambda: bar.update(group.world_size),  # the others are about as far
+            )
         group.collect("tokens-encoded", True)
         encoded = read_parts(parts)
 

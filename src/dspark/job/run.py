@@ -154,9 +154,7 @@ class Run:
         with self._noted():
             if self.missing or self.weights_missing:
                 with connected(self.group, self.settings.device):
-                    target = self._load_target()
-                    self._write_weights(target)
-                    self._compute(target)
+                    self._compute()
             if self.group.is_first:
                 with self.workplace.alone():
                     self._finish()
@@ -222,47 +220,32 @@ class Run:
             check_target(target)
         return target
 
+    def _load_target_for(self, shards: Sequence[int]) -> Target | None:
+        """Load the target, and write its weights if they are missing; None if nobody needs it."""
+        writes_weights = self.weights_missing and self.group.share == 0
+        if not shards and not writes_weights:
+            return None  # there are more ranks than shards
+        target = self._load_target()
+        if writes_weights:
+            self._write_weights(target)
+        return target
+
     def _write_weights(self, target: Target) -> None:
-        """Write embedding and head if they are missing; ranks of one target fetch them together."""
-        if not self.weights_missing or self.group.share != 0:
-            return
+        """Write embedding and head; ranks of one target fetch them together."""
         embed_tokens, lm_head = target.embed_tokens, target.lm_head
         if self.group.is_first:
             write_target_weights(
                 self.cache_dir, embed_tokens, lm_head, self.shards.dtype, transform=target.head
             )
 
-    def _compute(self, target: Target) -> None:
+    def _compute(self) -> None:
+        """Compute this rank's share of what is missing, and wait on rank 0 for the others."""
         group = self.group
         mine = self._deal(self.missing, group.num_shares)[group.share]
+        target = self._load_target_for(mine)
         with self._progress() as progress, StopRequest() as stop:
-
-            def check_stop(seconds_left: float) -> None:
-                group.check()
-                stop.check(seconds_left)
-
-            def before_publishing(index: int) -> None:
-                self.workplace.check_lock()
-                progress.add_shard(index)
-
-            def on_rows(rows: int, tokens: int) -> None:
-                group.count(rows, tokens)
-                progress.add_rows(rows, tokens)
-
-            if group.writes:
-                write_shards(
-                    self.cache_dir,
-                    mine,
-                    target,
-                    self.tokens,
-                    self.shards,
-                    on_rows=on_rows,
-                    on_shard=before_publishing,
-                    check_stop=check_stop,
-                    owner=self.workplace.owner,
-                )
-            else:
-                follow_shards(mine, target, self.tokens, self.shards, check_stop)
+            if target is not None:
+                self._compute_shards(mine, target, progress, stop)
 
             def wait() -> None:
                 progress.refresh()
@@ -270,6 +253,36 @@ class Run:
 
             written = group.collect("written", progress.written, while_waiting=wait)
             logger.info("wrote %s", progress.summary(written or [progress.written]))
+
+    def _compute_shards(
+        self, indices: Sequence[int], target: Target, progress: Progress, stop: StopRequest
+    ) -> None:
+        def check_stop(seconds_left: float) -> None:
+            self.group.check()
+            stop.check(seconds_left)
+
+        def before_publishing(index: int) -> None:
+            self.workplace.check_lock()
+            progress.add_shard(index)
+
+        def on_rows(rows: int, tokens: int) -> None:
+            self.group.count(rows, tokens)
+            progress.add_rows(rows, tokens)
+
+        if not self.group.writes:
+            follow_shards(indices, target, self.tokens, self.shards, check_stop)
+            return
+        write_shards(
+            self.cache_dir,
+            indices,
+            target,
+            self.tokens,
+            self.shards,
+            on_rows=on_rows,
+            on_shard=before_publishing,
+            check_stop=check_stop,
+            owner=self.workplace.owner,
+        )
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Progress]:

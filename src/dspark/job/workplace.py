@@ -113,8 +113,8 @@ class Workplace:
     def remove_rejected(self) -> None:
         """Remove the tokens that are not those of the run accepted last."""
         for directory in self._rejected if self._lock is not None else ():
-            if directory.exists():
-                shutil.rmtree(directory)
+            # Another rank may still be writing into it; what stays behind is never looked at.
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
