@@ -266,12 +266,18 @@ TEMPLATES = {
         "{% set body %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "<|im_end|>\n{% endfor %}{% endset %}{{ body | trim }}"
     ),
-    # Nothing in its text says where a message went, and no beginning of a conversation prints
-    # what the whole one does.
     "gathered-rewriting": (
         "{% set ns = namespace(out='') %}{% for m in messages %}"
-        "{% set ns.out = ns.out ~ '<|im_start|>' ~ m.role ~ loop.revindex ~ '\n' ~ m.content %}"
-        "{% endfor %}{{ ns.out }}"
+        "{% set ns.out = ns.out ~ '<|im_start|>' ~ m.role ~ '\n' %}"
+        "{% if loop.last %}{% set ns.out = ns.out ~ '<think></think>' %}{% endif %}"
+        "{% set ns.out = ns.out ~ m.content ~ '<|im_end|>\n' %}{% endfor %}<bos>{{ ns.out }}"
+    ),
+    # Nothing says where a message went, and no beginning of a conversation prints what the whole
+    # one does.
+    "untraceable": (
+        "{% set ns = namespace(out='') %}{% for m in messages %}"
+        "{% set ns.out = m.content ~ loop.revindex ~ ns.out | trim %}{% endfor %}"
+        "{{ ns.out | upper }}"
     ),
     "parts": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}"

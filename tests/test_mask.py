@@ -253,10 +253,12 @@ class TestRewrittenHistory:
 
     def test_what_cannot_be_followed_is_an_error_and_not_a_guess(self) -> None:
         with pytest.raises(RowError, match="turns not found"):
-            encode("gathered-rewriting", TWO_TURNS)
+            encode("untraceable", TWO_TURNS)
 
-    @pytest.mark.parametrize("template", ["macro-rewriting", "captured-rewriting"])
-    def test_loops_inside_macros_and_captured_blocks_are_followed(self, template: str) -> None:
+    @pytest.mark.parametrize(
+        "template", ["macro-rewriting", "captured-rewriting", "gathered-rewriting"]
+    )
+    def test_text_gathered_before_it_is_printed_is_followed(self, template: str) -> None:
         assert supervised(encode(template, TWO_TURNS)) == [
             "<|im_start|>assistant\na1<|im_end|>\n",
             "<|im_start|>assistant\n<think></think>a2<|im_end|>\n",

@@ -15,7 +15,7 @@ from dspark.errors import RowError
 PLAIN = [
     "chatml", "default-system", "qwen3", "think", "llama3", "gemma", "mistral", "headerless",
     "joined", "indexed", "items", "tojson", "nextrole", "parts", "macro", "end-at-last",
-    "macro-rewriting", "captured-rewriting", "trimmed",
+    "macro-rewriting", "captured-rewriting", "gathered-rewriting", "trimmed",
 ]  # fmt: skip
 TAGGED = ["tag", "tag-noend", "macro-tag"]
 WITH_TOOLS = {"qwen3", "items", "tojson"}

@@ -1,7 +1,8 @@
 """Calls added to a chat template's syntax tree, at its loops over messages and generation blocks.
 
 Most calls print nothing. Inside a macro or a captured block, whose output is gathered before it is
-handed out, a call prints a mark instead: a number between two characters that are in no text.
+handed out, a call prints a mark instead: a number between two characters that are in no text. A
+template that gathers its text in a variable can be given marks in that variable.
 """
 
 from collections.abc import Iterator
@@ -18,28 +19,65 @@ _CALLS = (ITEM, HEADER, LEAVE, TAG_OPEN, TAG_CLOSE)
 _GATHERED = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
 
 
-def instrument(tree: nodes.Template) -> None:
-    """Add the calls, in place."""
-    tree.body = _with_calls(tree.body, count(), printed=False)
+def instrument(tree: nodes.Template, *, in_variables: bool = False) -> None:
+    """Add the calls, in place.
+
+    Args:
+        tree: A parsed template.
+        in_variables: Whether loops that add to a variable of a namespace add marks to it as well.
+    """
+    tree.body = _with_calls(tree.body, count(), printed=False, in_variables=in_variables)
 
 
 def _with_calls(
-    statements: list[nodes.Node], numbers: Iterator[int], *, printed: bool
+    statements: list[nodes.Node], numbers: Iterator[int], *, printed: bool, in_variables: bool
 ) -> list[nodes.Node]:
     found: list[nodes.Node] = []
     for statement in statements:
         within = printed or isinstance(statement, _GATHERED) or _is_recursive(statement)
         for field in ("body", "elif_", "else_"):
             if hasattr(statement, field):
-                inner = _with_calls(getattr(statement, field), numbers, printed=within)
+                inner = _with_calls(
+                    getattr(statement, field), numbers, printed=within, in_variables=in_variables
+                )
                 setattr(statement, field, inner)
         if printed:
             statement = _printing(statement)
         found.append(statement)
         if isinstance(statement, nodes.For) and isinstance(statement.target, nodes.Name):
-            leave = _add_to_loop(statement, next(numbers), printed=within)
+            variables = _grown_variables(statement) if in_variables else set()
+            leave = _add_to_loop(statement, next(numbers), variables, printed=within)
             found.append(_printing(leave) if printed else leave)
+            found += [_adding(leave, variable) for variable in sorted(variables)]
     return found
+
+
+def _grown_variables(loop: nodes.For) -> set[tuple[str, str]]:
+    """Return the (namespace, attribute) of what a loop adds to: ``ns.out = ns.out ~ ...``."""
+    grown = set()
+    for assign in loop.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.NSRef):
+            target = (assign.target.name, assign.target.attr)
+            read = {
+                (node.node.name, node.attr)
+                for node in assign.node.find_all(nodes.Getattr)
+                if isinstance(node.node, nodes.Name)
+            }
+            if target in read:
+                grown.add(target)
+    return grown
+
+
+def _adding(call: nodes.Node, variable: tuple[str, str]) -> nodes.Node:
+    """Turn one of our calls into one that adds its mark to a variable of a namespace."""
+    assert isinstance(call, nodes.ExprStmt)
+    assert isinstance(call.node, nodes.Call)
+    assert isinstance(call.node.node, nodes.Name)
+    name = call.node.node.name + PRINTED
+    mark = nodes.Call(nodes.Name(name, "load"), call.node.args, [], None, None)
+    before = nodes.Getattr(nodes.Name(variable[0], "load"), variable[1], "load")
+    target = nodes.NSRef(*variable)
+    return nodes.Assign(target, nodes.Concat([before, mark])).set_lineno(call.lineno)
 
 
 def _is_recursive(statement: nodes.Node) -> bool:
@@ -53,11 +91,13 @@ def _printing(statement: nodes.Node) -> nodes.Node:
     call = statement.node
     if not (isinstance(call.node, nodes.Name) and call.node.name in _CALLS):
         return statement
-    call.node = nodes.Name(call.node.name + PRINTED, "load")
-    return nodes.Output([call]).set_lineno(statement.lineno)
+    mark = nodes.Call(nodes.Name(call.node.name + PRINTED, "load"), call.args, [], None, None)
+    return nodes.Output([mark]).set_lineno(statement.lineno)
 
 
-def _add_to_loop(loop: nodes.For, number: int, *, printed: bool) -> nodes.Node:
+def _add_to_loop(
+    loop: nodes.For, number: int, variables: set[tuple[str, str]], *, printed: bool
+) -> nodes.Node:
     """Add the calls inside `loop` and return the one to put behind it."""
     assert isinstance(loop.target, nodes.Name)
     name = loop.target.name
@@ -74,8 +114,9 @@ def _add_to_loop(loop: nodes.For, number: int, *, printed: bool) -> nodes.Node:
     calls = [silent_call(ITEM, loop.lineno, nodes.Const(number), *arguments)]
     if preamble:
         calls.append(silent_call(HEADER, loop.lineno, nodes.Const(number)))
+    added = [_adding(calls[0], variable) for variable in sorted(variables)]
     item, *header = [_printing(call) if printed else call for call in calls]
-    loop.body = [item, *loop.body[:preamble], *header, *loop.body[preamble:]]
+    loop.body = [item, *added, *loop.body[:preamble], *header, *loop.body[preamble:]]
     return silent_call(LEAVE, loop.lineno, nodes.Const(number))
 
 

@@ -81,8 +81,9 @@ def render_chat(
 def _find_regions(
     template: ChatTemplate, render: Render, messages: Sequence[Message], tools: list[Any] | None
 ) -> list[Region]:
-    seen = {region.message for region in render.regions}
-    if any(i not in seen and _answers(message) for i, message in enumerate(messages)):
+    if _lost(render, messages):
+        render = template.render_with_marks(messages, tools)
+    if _lost(render, messages):
         return _regions_from_beginnings(template, render, messages, tools)
     regions = list(render.regions)
     if regions and messages[regions[0].message]["role"] == "assistant":
@@ -145,9 +146,14 @@ def _moved(
     return regions
 
 
-def _answers(message: Message) -> bool:
-    return message["role"] == "assistant" and any(
-        value for key, value in message.items() if key != "role"
+def _lost(render: Render, messages: Sequence[Message]) -> bool:
+    """Whether an answer that says something is in no region."""
+    seen = {region.message for region in render.regions}
+    return any(
+        message["role"] == "assistant"
+        and i not in seen
+        and any(value for key, value in message.items() if key != "role")
+        for i, message in enumerate(messages)
     )
 
 

@@ -66,32 +66,67 @@ class ChatTemplate:
         Raises:
             RowError: If the template refuses the conversation or fails on it.
         """
-        watcher = Watcher(messages)
+        return self._run(self._template, messages, {"tools": tools, **variables})
+
+    def render_with_marks(self, messages: Sequence[Message], tools: list[Any] | None) -> Render:
+        """Render a conversation with marks in the variables in which the text is gathered.
+
+        A template may act upon such a variable, so this is for what `render` finds no regions in.
+
+        Raises:
+            RowError: If the template refuses the conversation or fails on it.
+        """
+        return self._run(self._marking, messages, {"tools": tools})
+
+    def _run(
+        self, template: jinja2.Template, messages: Sequence[Message], given: dict[str, Any]
+    ) -> Render:
         values = {
             "messages": list(messages),
-            "tools": tools,
             "documents": None,
             "add_generation_prompt": False,
             **self._variables,
-            **variables,
+            **given,
         }
-        pieces = []
+        watcher = Watcher(messages)
         try:
-            for piece in self._template.generate(**values, **watcher.calls):
-                pieces.append(piece)
-                watcher.length += len(piece)
-            render = watcher.finish("".join(pieces), self._bos)
-            if watcher.has_printed:
-                plain = self._unwatched.render(**values, **_SILENT)
-                # A filter over gathered output may have met a mark and done something else.
-                render = render if render.text == plain else Render(plain, [], [])
+            render = self._watched(template, values, watcher)
         except Exception as error:  # a template can fail in any way that Python can
-            raise RowError("template error", f"{type(error).__name__}: {error}") from error
-        return render
+            if not watcher.has_printed:
+                raise _template_error(error) from error
+            render = None
+        if not watcher.has_printed:
+            assert render is not None
+            return render
+        try:
+            plain = self._unwatched.render(**values, **_SILENT)
+        except Exception as error:
+            raise _template_error(error) from error
+        # What met a mark, a filter or a comparison, may have done something else.
+        return render if render and render.text == plain else Render(plain, [], [])
+
+    def _watched(
+        self, template: jinja2.Template, values: dict[str, Any], watcher: Watcher
+    ) -> Render:
+        pieces = []
+        for piece in template.generate(**values, **watcher.calls):
+            pieces.append(piece)
+            watcher.length += len(piece)
+        return watcher.finish("".join(pieces), self._bos)
+
+    @cached_property
+    def _marking(self) -> jinja2.Template:
+        tree = self._environment.parse(self.source)
+        instrument(tree, in_variables=True)
+        return _template_of(self._environment, tree)
 
     @cached_property
     def _unwatched(self) -> jinja2.Template:
         return _template_of(self._environment, self._environment.parse(self.source))
+
+
+def _template_error(error: Exception) -> RowError:
+    return RowError("template error", f"{type(error).__name__}: {error}")
 
 
 def _template_of(environment: jinja2.Environment, tree: nodes.Template) -> jinja2.Template:
