@@ -41,6 +41,7 @@ def test_parts_that_run_at_the_same_time_write_the_cache_of_one_process(bench, t
     assert sum("is done; other parts are not yet" in line for line in lines) == 2
 
 
+@pytest.mark.parallel
 def test_parts_that_run_one_after_the_other_compute_each_shard_once(bench, tmp_path):
     cache = tmp_path / "cache"
     before = {}
@@ -90,6 +91,7 @@ def test_what_does_not_fit_a_living_part_is_refused(bench, tmp_path, options, re
     assert living.wait().code == 0
 
 
+@pytest.mark.parallel
 def test_a_whole_run_that_lives_refuses_parts(bench, tmp_path):
     cache, gate = tmp_path / "cache", tmp_path / "gate"
     living = Rank(bench, bench.argv(cache), [Fault(CAPTURE, "pause", 3, gate=str(gate))])
@@ -121,6 +123,7 @@ def test_a_part_that_was_killed_goes_on_and_removes_only_what_is_its_own(bench, 
     bench.check_finished(cache)
 
 
+@pytest.mark.parallel
 def test_the_number_of_parts_may_change_once_none_lives(bench, tmp_path):
     cache = tmp_path / "cache"
     assert part(bench, cache, 0, 3, [Fault(CAPTURE, "kill", 5)]).wait().code == -signal.SIGKILL
@@ -175,6 +178,7 @@ def test_finish_names_what_is_missing_and_finishes_what_is_not(bench, tmp_path):
     bench.check_finished(cache)
 
 
+@pytest.mark.parallel
 def test_a_part_may_itself_be_a_group_of_ranks(bench, tmp_path):
     cache = tmp_path / "cache"
     for number in range(2):
