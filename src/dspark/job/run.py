@@ -24,7 +24,7 @@ from dspark.disk.manifest import (
     existing_shard_indices,
     manifest_path,
 )
-from dspark.errors import CacheError
+from dspark.errors import CacheError, TargetError
 from dspark.job.bad_states import masked_rows
 from dspark.job.forecast import Forecast, make_forecast
 from dspark.job.forward import ShardSettings
@@ -217,7 +217,13 @@ class Run:
             tensor_parallel=self.group.tensor_parallel,
         )
         if not args.no_target_check:
-            check_target(target)
+            try:
+                check_target(target)
+            except RuntimeError as error:  # what torch raises; a wrong state is a TargetError
+                raise TargetError(
+                    f"{args.target_model} fails on the short rows of its check: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
         return target
 
     def _load_target_for(self, shards: Sequence[int]) -> Target | None:
