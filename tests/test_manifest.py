@@ -15,7 +15,6 @@ from dspark.cache import (
     build_cache_manifest,
     ensure_manifest_complete,
     existing_shard_indices,
-    manifest_mismatch_fields,
     manifest_path,
     read_manifest,
     shard_path,
@@ -26,8 +25,6 @@ from dspark.disk.manifest import (
     abridged,
     check_shard_indices,
     first_missing,
-    identity_digest,
-    identity_fields,
     identity_on_disk,
 )
 from dspark.errors import CacheError
@@ -90,14 +87,6 @@ def test_the_bytes_of_a_manifest_are_frozen(tmp_path):
     path = write_manifest(str(tmp_path), a_manifest())
     assert path == manifest_path(str(tmp_path)) == str(tmp_path / "manifest.json")
     assert Path(path).read_text() == FROZEN
-
-
-def test_the_digest_of_the_identity_is_frozen():
-    manifest = a_manifest() | {"provenance": {"identity": {"pad_token_id": 0}, "counts": {}}}
-    assert (
-        identity_digest(manifest)
-        == "62fb70e16dab437bf225ff83e73d941ca66cd1fca7e30724d276d5f9244b96b1"
-    )
 
 
 def test_sizes_come_from_the_text_config_and_the_layers():
@@ -288,68 +277,6 @@ def test_a_manifest_is_replaced_in_one_step(tmp_path):
         write_manifest(str(tmp_path), a_manifest() | {"complete": object()})
     assert (tmp_path / "manifest.json").read_text() == FROZEN
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
-
-
-def test_equal_manifests_have_no_mismatch():
-    assert manifest_mismatch_fields(a_manifest(), a_manifest()) == []
-
-
-@pytest.mark.parametrize("field", sorted(set(a_manifest()) - {"format_version", "complete"}))
-def test_every_field_but_the_state_on_disk_can_be_a_mismatch(field):
-    assert manifest_mismatch_fields(a_manifest(), a_manifest() | {field: "other"}) == [field]
-
-
-@pytest.mark.parametrize("field", ["format_version", "complete"])
-def test_the_state_on_disk_is_no_mismatch(field):
-    assert manifest_mismatch_fields(a_manifest(), a_manifest() | {field: "other"}) == []
-
-
-def test_mismatches_are_sorted():
-    other = a_manifest(seq_length=8, dtype="fp32", num_samples=6)
-    assert manifest_mismatch_fields(a_manifest(), other) == ["dtype", "num_samples", "seq_length"]
-
-
-def test_a_field_that_only_one_side_has_is_a_mismatch_both_ways():
-    more = a_manifest() | {"extra": None}
-    assert manifest_mismatch_fields(a_manifest(), more) == ["extra"]
-    assert manifest_mismatch_fields(more, a_manifest()) == ["extra"]
-
-
-def test_a_masking_option_that_is_absent_is_false():
-    old = a_manifest()
-    del old["mask_reasoning_content"], old["mask_generation_prompt"]
-    assert manifest_mismatch_fields(old, a_manifest()) == []
-    assert manifest_mismatch_fields(a_manifest(), old) == []
-    asked = a_manifest(mask_reasoning_content=True, mask_generation_prompt=True)
-    expected = ["mask_generation_prompt", "mask_reasoning_content"]
-    assert manifest_mismatch_fields(old, asked) == expected
-
-
-def test_of_provenance_only_the_identity_can_be_a_mismatch():
-    first = a_manifest() | {"provenance": {"identity": {"a": 1, "b": 2}, "counts": {"rows": 5}}}
-    same = a_manifest() | {"provenance": {"identity": {"b": 2, "a": 1}, "created_with": "x"}}
-    other = a_manifest() | {"provenance": {"identity": {"a": 1, "b": 3, "c": None}}}
-    assert manifest_mismatch_fields(first, same) == []
-    expected = ["provenance.identity.b", "provenance.identity.c"]
-    assert manifest_mismatch_fields(first, other) == expected
-    assert identity_digest(first) == identity_digest(same) != identity_digest(other)
-
-
-@pytest.mark.parametrize("provenance", [None, 3, "text", [], {}, {"identity": None}])
-def test_a_provenance_that_says_nothing_identifies_nothing(provenance):
-    manifest = a_manifest() | {"provenance": provenance}
-    assert identity_fields(manifest) == identity_fields(a_manifest())
-    assert manifest_mismatch_fields(manifest, a_manifest()) == []
-
-
-def test_the_identity_on_disk_is_that_of_the_manifest(tmp_path):
-    assert identity_on_disk(str(tmp_path), cache_name="DSpark") is None
-    write_manifest(str(tmp_path), a_manifest())
-    assert identity_on_disk(str(tmp_path), cache_name="DSpark") == identity_digest(a_manifest())
-
-
-def test_completing_a_manifest_does_not_change_its_identity():
-    assert identity_digest(a_manifest()) == identity_digest(a_manifest() | {"complete": True})
 
 
 def test_shards_are_numbered_with_six_digits_or_more(tmp_path):
