@@ -22,7 +22,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_target(parser.add_argument_group("target"))
     _add_data(parser.add_argument_group("data"))
     _add_cache(parser.add_argument_group("cache"))
-    _add_run(parser.add_argument_group("run"))
+    run = parser.add_argument_group("run")
+    _add_run(run)
+    _add_processes(run)
     # What `main` knows and a caller of `_run` may not.
     parser.set_defaults(command="", command_to_continue="the same command with --resume")
     return parser
@@ -278,6 +280,9 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="go on although the cache does not seem to fit",
     )
+
+
+def _add_processes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--num-workers",
         type=at_least(0),
