@@ -1,7 +1,11 @@
 """`python -m dspark.inspect` on chat files: a conversation with its mask, and totals."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +151,17 @@ def test_segments_are_runs_of_equal_mask() -> None:
     assert first.text + second.text == "one two three"
     assert (first.tokens, second.tokens) == (1, len(ids) - 1)
     assert (first.supervised, second.supervised) == (False, True)
+
+
+def test_a_reader_that_goes_away_ends_the_command_without_a_word() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = """if True:
+        import sys
+        from dspark.reports.terminal import run_printing
+        sys.exit(run_printing(lambda: print("x" * 100_000) or 0))
+    """
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark.errors import DataError
 from dspark.options import add_chat_options, add_model_options, at_least
-from dspark.reports.terminal import format_table, printable
+from dspark.reports.terminal import format_table, printable, run_printing
 
 if TYPE_CHECKING:
     from dspark.data.encoding import BadRow
@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _inspect_chats(args)
         else:
             print(_inspect_cache(args))
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError) as error:
         print(f"dspark.inspect: error: {printable(str(error))}", file=sys.stderr)
         return 1
@@ -216,4 +218,4 @@ def _print_totals(totals: "Totals") -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_printing(main))

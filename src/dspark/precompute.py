@@ -180,7 +180,8 @@ def _prepare(
     run = read_input(settings, workplace, group, recorded)
     if goes_on:
         _ensure_resume_compatible(cache_dir, run.manifest, existing)
-    workplace.accept(run.tokens.directory)
+    if goes_on or not existing:  # a dry run beside somebody's shards leaves them their tokens
+        workplace.accept(run.tokens.directory)
     run.look_at_files()
     return run, group.from_first("todo", partial(_decide, run, goes_on))
 

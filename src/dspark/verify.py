@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dspark.options import at_least
-from dspark.reports.terminal import format_bytes, format_table, printable
+from dspark.reports.terminal import format_bytes, format_table, printable, run_printing
 
 _REMEDY = (
     "The precompute command with --resume writes damaged and missing files of its cache again; "
@@ -179,4 +179,4 @@ def _print_report(report: "CacheReport", comparison: "Comparison | None") -> Non
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_printing(main))

@@ -186,3 +186,11 @@ def test_a_dry_run_says_the_same_beside_a_finished_cache_and_changes_nothing(
     assert main([*command_line(target, chats, cache), "--dry-run", "--log-level", "error"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == ROWS
     assert snapshot(cache) == before
+
+
+def test_a_dry_run_with_other_settings_leaves_a_cache_its_tokens(target, chats, cache, capsys):
+    tokens = sorted((cache / ".dspark").glob("tokens-*/*"))
+    shorter = [*command_line(target, chats, cache), "--seq-length", "12", "--dry-run"]
+    assert main([*shorter, "--log-level", "error"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == ROWS
+    assert sorted((cache / ".dspark").glob("tokens-*/*")) == tokens != []

@@ -1,6 +1,9 @@
-"""Text for people: tables, sizes, and strings of unknown origin made harmless."""
+"""Text for people: tables, sizes, strings of unknown origin made harmless, readers that go away."""
 
-from collections.abc import Sequence
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
@@ -37,3 +40,19 @@ def format_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) ->
         ]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
+
+
+def run_printing(command: Callable[[], int]) -> int:
+    """Run a command that prints, and end it quietly where nobody reads on, as in ``… | head``.
+
+    Returns:
+        The command's exit status, or that of a process which was ended by SIGPIPE.
+    """
+    try:
+        status = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, so that the flush at exit has nothing to complain of.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
