@@ -16,14 +16,14 @@ Prints a table and, last, a JSON line. Memory is the peak above what the loaded 
 
 import argparse
 import json
-import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import process_memory
+from bench_cache import chat_lengths
 from dspark.target import Target, default_layer_ids, load_config, load_target
 
 Batch = tuple[Tensor, Tensor]
@@ -38,7 +38,8 @@ def main() -> None:
     target = load_target(
         args.model, layer_ids=layer_ids, device=args.device, compute_dtype=DTYPES[args.dtype]
     )
-    lengths = row_lengths(args.rows, mean=args.mean_length, longest=args.seq_length)
+    lengths = chat_lengths(args.rows, mean=args.mean_length, longest=args.seq_length)
+    lengths.sort(reverse=True)
     padded = batches(lengths, args.batch_size, target.vocab_size, width=args.seq_length)
     trimmed = batches(lengths, args.batch_size, target.vocab_size, width=None)
     ways: dict[str, tuple[list[Batch], Callable[[Batch], object]]] = {
@@ -69,13 +70,6 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def row_lengths(rows: int, *, mean: int, longest: int) -> list[int]:
-    """Return lengths with the long tail of chat data, longest first."""
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randn(rows, generator=generator).mul(0.6).exp() * mean / 1.2
-    return sorted(draws.clamp(8, longest).int().tolist(), reverse=True)
-
-
 def batches(lengths: list[int], size: int, vocab: int, *, width: int | None) -> list[Batch]:
     """Return ids and masks of `size` rows each, padded to `width` or to their longest row."""
     generator = torch.Generator().manual_seed(1)
@@ -97,33 +91,26 @@ def full_forward(target: Target, batch: Batch) -> object:
 
 def measure(inputs: list[Batch], run: Callable[[Batch], object], device: str) -> tuple[float, int]:
     """Return seconds and peak bytes above the start for all of `inputs`."""
-    on_cuda = torch.device(device).type == "cuda"
-    before = reset_peak(on_cuda=on_cuda)
+    reset, peak = device_memory(device)
+    before = reset()
     started = time.perf_counter()
     for batch in inputs:
         run(batch)
-    if on_cuda:
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started, peak_bytes(on_cuda=on_cuda) - before
+    return time.perf_counter() - started, peak() - before
 
 
-def reset_peak(*, on_cuda: bool) -> int:
-    """Start a new peak; return the bytes in use now."""
-    if on_cuda:
+def device_memory(device: str) -> tuple[Callable[[], int], Callable[[], int]]:
+    """Return what starts a new peak and gives the bytes in use, and what gives the peak."""
+    if torch.device(device).type != "cuda":
+        return process_memory.reset_peak, process_memory.peak_bytes
+
+    def reset() -> int:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak becomes what is resident now
-    return _proc_bytes("VmRSS")
 
-
-def peak_bytes(*, on_cuda: bool) -> int:
-    """Return the peak since `reset_peak`."""
-    return torch.cuda.max_memory_allocated() if on_cuda else _proc_bytes("VmHWM")
-
-
-def _proc_bytes(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else 0
+    return reset, torch.cuda.max_memory_allocated
 
 
 def report(

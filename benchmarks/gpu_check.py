@@ -20,22 +20,20 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from bench_cache import cache_settings, chat_lengths, random_tokens
 from dspark.cache import CachedDSparkDataset, write_manifest
-from dspark.chat import Conversation
-from dspark.data.encoding import Encoded
-from dspark.data.tokens import RowRules, Tokens, write_tokens
-from dspark.job.forward import ShardSettings, forwards, shard_batches
+from dspark.data.tokens import Tokens
+from dspark.job.forward import forwards, shard_batches
 from dspark.job.pipeline import write_shards
 from dspark.model.capture import Target
 from dspark.plan import count_shards
-from dspark.schema.cache_manifest import build_cache_manifest, row_specs
 from dspark.target import check_target, default_layer_ids
 
 # Qwen/Qwen3-4B's config.json
@@ -68,19 +66,6 @@ def build_target(shape: dict[str, int], device: torch.device, dtype: torch.dtype
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     layer_ids = default_layer_ids(num_layers=config.num_hidden_layers, num_captured=5)
     return Target(model, layer_ids)
-
-
-def make_tokens(directory: Path, *, rows: int, seq_length: int, vocab_size: int) -> Tokens:
-    """Return rows of random ids whose lengths are spread like those of chat data: log-normal."""
-    random = np.random.default_rng(0)
-
-    def encoded() -> Generator[Encoded, None, None]:
-        for row in range(rows):
-            length = int(np.clip(random.lognormal(np.log(seq_length / 4), 0.8), 16, seq_length))
-            ids = random.integers(0, vocab_size, length, dtype=np.int32)
-            yield row, Conversation(ids, np.ones(length, dtype=np.uint8), truncated=False)
-
-    return write_tokens(directory, encoded(), RowRules(), key={})
 
 
 def model_flops(target: Target, tokens: Tokens) -> float:
@@ -145,35 +130,14 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, object]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = build_target(TINY if args.tiny else QWEN3_4B, device, dtype)
     check_target(target)
-    config = target.text_config
-    tokens = make_tokens(
-        directory / "tokens",
-        rows=args.rows,
+    lengths = chat_lengths(args.rows, mean=args.seq_length // 3, longest=args.seq_length)
+    tokens = random_tokens(directory / "tokens", lengths, vocab_size=target.vocab_size)
+    manifest, settings = cache_settings(
+        target,
+        tokens,
         seq_length=args.seq_length,
-        vocab_size=config.vocab_size,
-    )
-    manifest = build_cache_manifest(
-        target_model="random Qwen3",
-        target_model_type=config.model_type,
-        target_text_config=config,
-        seq_length=args.seq_length,
-        dtype="bf16",
-        num_samples=tokens.counts.rows,
-        shard_size=args.shard_size,
-        target_layer_ids=target.layer_ids,
-        train_data_path="random",
-        train_split=None,
-        shuffle_seed=0,
-        mask_reasoning_content=False,
-        chat_template_sha256="",
-    )
-    settings = ShardSettings(
-        row_specs=row_specs(manifest),
-        identity="",
-        shard_size=args.shard_size,
         batch_size=args.batch_size,
-        pad_token_id=0,
-        layer_ids=target.layer_ids,
+        shard_size=args.shard_size,
     )
     num_shards = count_shards(num_rows=tokens.counts.rows, shard_size=args.shard_size)
     cache_dir = str(directory / "cache")

@@ -5,27 +5,31 @@
     (c) dspark   the same rows captured, checked, digested, written, flushed and published
 
 One process, the model loaded once, alternating runs, the best of each. Prints a table and, as the
-last line, the same as JSON. With --flat it measures instead how the time per real token depends on
-the number of rows and on their length.
+last line, the same as JSON.
 
     python benchmarks/precompute.py --target-model DIR --input-data chats.jsonl
 """
 
 import argparse
-import gc
+import contextlib
 import json
+import os
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+import xxhash
 from safetensors.torch import save_file
 from transformers.utils import logging as transformers_logging
 
+from bench_cache import cache_settings
 from dspark.cache import DTYPE_MAP
 from dspark.chat import ChatEncoder, load_tokenizer
 from dspark.data.encoding import encode_rows
@@ -36,8 +40,8 @@ from dspark.job.pipeline import write_shards
 from dspark.model.capture import Target
 from dspark.model.layers import text_config_of
 from dspark.plan import count_shards
-from dspark.schema.cache_manifest import build_cache_manifest, row_specs
 from dspark.target import default_layer_ids, load_config, load_target
+from process_memory import peak_bytes, reset_peak
 
 MB = 1e6
 
@@ -62,6 +66,8 @@ class Measured:
     """The best time of one way, and what it took."""
 
     seconds: float = float("inf")
+    core_seconds: float = float("inf")
+    guard_seconds: float = 0.0  # in checksums and fsync, on whatever thread
     peak_mb: float = 0.0
     disk_mb: float = 0.0
 
@@ -134,22 +140,37 @@ def measure(setup: Setup, way: Callable[[Setup], None], best: Measured) -> None:
     """Run one way once, from an empty directory, and keep its best time and largest peak."""
     for path in setup.directory.iterdir():
         path.unlink()
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak below
-    before = _memory_mb("VmRSS")
-    begin = time.perf_counter()
-    way(setup)
+    before = reset_peak()
+    begin, core_begin = time.perf_counter(), time.process_time()
+    with _guards_timed() as guards:
+        way(setup)
     best.seconds = min(best.seconds, time.perf_counter() - begin)
-    best.peak_mb = max(best.peak_mb, _memory_mb("VmHWM") - before)
+    best.core_seconds = min(best.core_seconds, time.process_time() - core_begin)
+    best.guard_seconds = max(best.guard_seconds, sum(guards))
+    best.peak_mb = max(best.peak_mb, (peak_bytes() - before) / MB)
     blocks = sum(path.stat().st_blocks for path in setup.directory.iterdir())
     best.disk_mb = blocks * 512 / MB
 
 
-def _memory_mb(field: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024 / MB
-    raise RuntimeError(f"/proc/self/status has no {field}")
+@contextlib.contextmanager
+def _guards_timed() -> Iterator[list[float]]:
+    """Collect the seconds of every checksum and fsync of the process."""
+    seconds: list[float] = []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args)
+            seconds.append(time.perf_counter() - begin)
+            return result
+
+        return call
+
+    with (
+        mock.patch.object(os, "fsync", timed(os.fsync)),
+        mock.patch.object(xxhash, "xxh3_64_hexdigest", timed(xxhash.xxh3_64_hexdigest)),
+    ):
+        yield seconds
 
 
 def prepare(args: argparse.Namespace, *, max_samples: int, directory: Path) -> Setup:
@@ -172,28 +193,14 @@ def prepare(args: argparse.Namespace, *, max_samples: int, directory: Path) -> S
         device="cpu",
         compute_dtype=DTYPE_MAP[args.compute_dtype],
     )
-    manifest = build_cache_manifest(
-        target_model=args.target_model,
-        target_model_type=config.model_type,
-        target_text_config=text_config,
+    _, settings = cache_settings(
+        target,
+        tokens,
         seq_length=args.seq_length,
-        dtype=args.dtype,
-        num_samples=tokens.counts.rows,
-        shard_size=args.shard_size,
-        target_layer_ids=layer_ids,
-        train_data_path=args.input_data,
-        train_split=None,
-        shuffle_seed=0,
-        mask_reasoning_content=False,
-        chat_template_sha256="",
-    )
-    settings = ShardSettings(
-        row_specs=row_specs(manifest),
-        identity="",
-        shard_size=args.shard_size,
         batch_size=args.batch_size,
+        shard_size=args.shard_size,
+        dtype=args.dtype,
         pad_token_id=tokenizer.pad_token_id or 0,
-        layer_ids=layer_ids,
     )
     (directory / "cache").mkdir()
     return Setup(target, tokens, settings, directory / "cache")
@@ -214,11 +221,11 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, object]:
     for _ in range(args.rounds):
         for name, way in ways.items():
             measure(setup, way, best[name])
-    print(f"{'':28} {'seconds':>8} {'tokens/s':>9} {'peak MB':>8} {'disk MB':>8}")
+    print(f"{'':28} {'seconds':>8} {'cores s':>8} {'tokens/s':>9} {'peak MB':>8} {'disk MB':>8}")
     for name, measured in best.items():
         rate = setup.tokens.counts.tokens / measured.seconds
         print(
-            f"{name:28} {measured.seconds:8.1f} {rate:9.0f} "
+            f"{name:28} {measured.seconds:8.1f} {measured.core_seconds:8.1f} {rate:9.0f} "
             f"{measured.peak_mb:8.0f} {measured.disk_mb:8.1f}"
         )
     product = best["(c) dspark"]
@@ -226,6 +233,10 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, object]:
     result: dict[str, object] = {
         "tokens": setup.tokens.counts.tokens,
         "dspark_over_forward": round(product.seconds / forward.seconds, 3),
+        "dspark_over_forward_in_core_seconds": round(
+            product.core_seconds / forward.core_seconds, 3
+        ),
+        "checksums_and_fsync_share": round(product.guard_seconds / product.seconds, 4),
         "peak_mb_over_forward": round(product.peak_mb - forward.peak_mb, 1),
         "captured_mb_of_three_batches": round(3 * _captured_mb(setup), 1),
     }
