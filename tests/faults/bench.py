@@ -1,5 +1,6 @@
 """The command, run over and over: in forked children of one warm process, or as it is."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -7,15 +8,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from injection import Fault, to_json
-from tiny_target import cache_files, command_line
+from tiny_target import cache_files, command_line, write_chats, write_target
 
 HERE = Path(__file__).parent
+ROWS = 26  # in seven shards of four
 SECONDS = 300  # nothing here takes longer, on the slowest machine
 
 
@@ -140,6 +142,32 @@ class Bench:
         ended = self.run(cache, "--resume")
         assert ended.code == 0, ended.stderr
         self.check_finished(cache)
+
+
+@contextlib.contextmanager
+def warm_bench(root: Path) -> Iterator[Bench]:
+    """Make target, chats and reference below `root`, and keep a warm process to fork runs from."""
+    bench = Bench(
+        write_target(root / "target"),
+        write_chats(root / "chats.jsonl", ROWS),
+        root / "reference",
+        root / "server",
+        root / "output",
+    )
+    bench.output.mkdir()
+    arguments = [str(bench.server), *bench.argv(bench.reference)]
+    with (root / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, str(HERE / "fork_server.py"), *arguments], stdout=log, stderr=log
+        )
+    while not bench.server.exists():
+        assert server.poll() is None, (root / "server.log").read_text()
+        time.sleep(0.05)
+    yield bench
+    for run in bench.started:
+        run.close()
+    server.terminate()
+    server.wait(SECONDS)
 
 
 def stamps(cache: Path) -> dict[str, tuple[int, int]]:

@@ -1,41 +1,13 @@
 """The bench that every test here works at."""
 
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from bench import HERE, SECONDS, Bench
-from tiny_target import write_chats, write_target
-
-ROWS = 26  # in seven shards of four
+from bench import Bench, warm_bench
 
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    root = tmp_path_factory.mktemp("faults")
-    bench = Bench(
-        write_target(root / "target"),
-        write_chats(root / "chats.jsonl", ROWS),
-        root / "reference",
-        root / "server",
-        root / "output",
-    )
-    bench.output.mkdir()
-    arguments = [str(bench.server), *bench.argv(bench.reference)]
-    with (root / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, str(HERE / "fork_server.py"), *arguments],
-            stdout=log,
-            stderr=log,
-        )
-    while not bench.server.exists():
-        assert server.poll() is None, (root / "server.log").read_text()
-        time.sleep(0.05)
-    yield bench
-    for run in bench.started:
-        run.close()
-    server.terminate()
-    server.wait(SECONDS)
+    with warm_bench(tmp_path_factory.mktemp("faults")) as bench:
+        yield bench

@@ -14,10 +14,10 @@ from torch.distributed import TCPStore
 FAULTS = Path(__file__).parents[1] / "faults"
 sys.path.append(str(FAULTS))
 
-from bench import SECONDS, Bench, Ended  # noqa: E402
+from bench import SECONDS, Bench, Ended, warm_bench  # noqa: E402
 from injection import Fault, to_json  # noqa: E402
 
-__all__ = ["Bench", "Ended", "Fault", "Launch", "Rank", "stamps"]
+__all__ = ["Bench", "Ended", "Fault", "Launch", "Rank", "stamps", "warm_bench"]
 
 
 class Rank:

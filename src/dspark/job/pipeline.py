@@ -26,6 +26,7 @@ from dspark.job.bad_states import find_bad_state
 from dspark.job.forward import ShardClock, ShardSettings, forwards, shard_batches, shard_record
 from dspark.job.staging import StagedStates, make_stager
 from dspark.model.capture import Target
+from dspark.processes.group import cores_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ def write_shards(
     on_rows: Callable[[int, int], None] = lambda rows, tokens: None,
     on_shard: Callable[[int], None] = lambda index: None,
     check_stop: Callable[[float], None] = lambda seconds_left: None,
-    threads: int = 1,
-    queue_size: int = 2,
+    threads: int | None = None,
+    queue_size: int | None = None,
     owner: str = "run",
 ) -> None:
     """Compute shards and publish each one as soon as it is whole.
@@ -56,14 +57,20 @@ def write_shards(
         on_shard: Called by a writer thread with the number of a shard before it is published.
         check_stop: Called between micro-batches with the seconds that the shard in hand will still
             take (infinite before it has begun); what it raises ends the run.
-        threads: Writer threads.
-        queue_size: Micro-batches that wait for a writer or are being written.
+        threads: Writer threads; by default one beside a CPU target, which uses every core itself,
+            and up to four beside a GPU, whose states one thread could not digest and write in time.
+        queue_size: Micro-batches that wait for a writer or are being written; by default one more
+            than there are threads.
         owner: See `StagedFile`.
 
     Raises:
         TargetError: If a state is not finite and `settings` does not mask it.
         OSError: If the disk refuses.
     """
+    if threads is None:
+        threads = 1 if target.device.type == "cpu" else min(4, cores_of_rank())
+    if queue_size is None:
+        queue_size = threads + 1
     stage = make_stager(target.device, settings.dtype, in_flight=queue_size + 1)
     unpublished: set[ShardWriter] = set()
     try:

@@ -20,9 +20,8 @@ from dspark.job.identity import target_identity, tokenizer_identity
 from dspark.job.run import Run
 from dspark.job.run_log import library_versions
 from dspark.job.settings import RunSettings
-from dspark.job.survey import cores_of_rank
 from dspark.job.workplace import Workplace
-from dspark.processes.group import Group
+from dspark.processes.group import Group, cores_of_rank
 from dspark.schema.cache_manifest import row_specs
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,6 @@
 """What of a cache is on disk and as it should be."""
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,16 +15,11 @@ from dspark.disk.manifest import manifest_path, shard_path
 from dspark.disk.shard_check import check_shard
 from dspark.errors import CacheError
 from dspark.job.forward import ShardSettings, shard_record
+from dspark.processes.group import cores_of_rank
 from dspark.schema.cache_manifest import padding_values
 from dspark.schema.target_weights import check_target_weights
 
 logger = logging.getLogger(__name__)
-
-
-def cores_of_rank() -> int:
-    """Return the processor cores that belong to this process, of those its machine has."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(len(os.sched_getaffinity(0)) // ranks, 1)
 
 
 @dataclass(frozen=True)

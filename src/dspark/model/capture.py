@@ -138,7 +138,7 @@ class Target:
                 nn.functional.pad(part, (0, 1)) for part in (input_ids, attention_mask)
             )
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        inputs = {name: part.to(self.device) for name, part in inputs.items()}
+        inputs = {name: _sent(part, self.device) for name, part in inputs.items()}
         states = self._forward(inputs, self.layer_ids if layer_ids is None else list(layer_ids))
         return Captured(layers=tuple(s[:, :seq] for s in states[:-1]), last=states[-1][:, :seq])
 
@@ -183,6 +183,13 @@ class Target:
                 lambda _layer, _args, output, report=report: report(first_tensor(output))
             )
             hooks.callback(handle.remove)
+
+
+def _sent(part: Tensor, device: torch.device) -> Tensor:
+    """Copy to `device`; from pinned memory to a GPU, so that the caller does not wait for it."""
+    if device.type == "cuda" and part.device.type == "cpu":
+        return part.pin_memory().to(device, non_blocking=True)
+    return part.to(device)
 
 
 def as_bsh(state: Tensor, batch: int, seq: int, hidden: int) -> Tensor:

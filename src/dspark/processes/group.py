@@ -216,3 +216,9 @@ class Group:
             while_waiting()
             time.sleep(pause)
             pause = min(1.2 * pause, longest)
+
+
+def cores_of_rank() -> int:
+    """Return the processor cores that belong to this process, of those its machine has."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(len(os.sched_getaffinity(0)) // ranks, 1)
