@@ -1,6 +1,7 @@
 """What of a cache is on disk and as it should be."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
