@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import tokenizers
 import xxhash
 
 from chat_fixtures import TEMPLATES, tiny_tokenizer
@@ -183,6 +184,22 @@ def test_other_special_tokens_are_another_tokenizer():
     assert tokenizer_identity(tiny_tokenizer(eos_token="<eos>", bos_token=None)) != (
         tokenizer_identity(tiny_tokenizer(eos_token="<eos>", bos_token="<bos>"))
     )
+
+
+def test_other_merges_of_the_same_tokens_are_another_tokenizer():
+    tokenizer = tiny_tokenizer()
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["model"]["merges"] = backend["model"]["merges"][:-1]
+    tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(backend))
+    assert tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+    assert tokenizer_identity(tokenizer) != tokenizer_identity(tiny_tokenizer())
+
+
+def test_settings_of_padding_and_truncation_are_no_part_of_the_tokenizers_identity():
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(7)
+    tokenizer.backend_tokenizer.enable_padding(direction="left")
+    assert tokenizer_identity(tokenizer) == tokenizer_identity(tiny_tokenizer())
 
 
 def test_the_template_is_no_part_of_the_tokenizers_identity():

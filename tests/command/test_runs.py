@@ -8,7 +8,7 @@ import torch
 import transformers
 from observed import ROWS, snapshot
 
-from chat_fixtures import tiny_tokenizer
+from chat_fixtures import TEMPLATES, tiny_tokenizer
 from dspark import precompute
 from dspark.cache import (
     CachedDSparkDataset,
@@ -194,3 +194,21 @@ def test_a_dry_run_with_other_settings_leaves_a_cache_its_tokens(target, chats, 
     assert main([*shorter, "--log-level", "error"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == ROWS
     assert sorted((cache / ".dspark").glob("tokens-*/*")) == tokens != []
+
+
+def test_tokens_are_made_again_when_another_of_several_templates_changes(target, tmp_path):
+    rows = [
+        chat | {"tools": [{"type": "function", "function": {"name": "f"}}]}
+        for chat in some_chats(2)
+    ]
+    chats, templates = write_chats(tmp_path / "chats.jsonl", rows), tmp_path / "templates.json"
+
+    def run(cache: str, tool_use: str, *flags: str) -> dict[str, bytes]:
+        named = {"default": TEMPLATES["chatml"], "tool_use": tool_use + TEMPLATES["chatml"]}
+        templates.write_text(json.dumps({"chat_template": named}))
+        command = [*command_line(target, chats, tmp_path / cache), *flags]
+        assert main([*command, "--chat-template", str(templates)]) == 0
+        return cache_files(tmp_path / cache)
+
+    run("cache", "first ", "--dry-run")
+    assert run("cache", "second ") == run("fresh", "second ") != run("other", "first ")

@@ -16,6 +16,7 @@ from dspark.disk.publish import publish_bytes
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "config.json", "*.py")
 _READ_BYTES = 16 * 2**20
+_UNUSED_RULES = ("version", "truncation", "padding", "post_processor", "decoder")
 
 
 class FileHashes:
@@ -67,13 +68,27 @@ def target_identity(target_model: str, *, commit: str | None, hashes: FileHashes
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """Return the SHA-256 of the tokenizer's vocabulary and special tokens.
+    """Return the SHA-256 of what decides how a text is cut: vocabulary, merges, rules, additions.
 
-    Merges and normalizers show in the content of the rows, which is compared as well.
+    Its settings for padding and truncation do not count: nothing here uses them.
     """
-    content = {"vocab": tokenizer.get_vocab(), "special": sorted(tokenizer.all_special_tokens)}
+    content = {
+        "vocab": tokenizer.get_vocab(),
+        "special": sorted(tokenizer.all_special_tokens),
+        "rules": _tokenizer_rules(tokenizer),
+    }
     text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tokenizer_rules(tokenizer: Any) -> dict[str, Any]:
+    """Everything that a fast tokenizer serialises, or the digests of a slow one's own files."""
+    if tokenizer.is_fast:
+        rules: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+        return {part: value for part, value in rules.items() if part not in _UNUSED_RULES}
+    named = {key: tokenizer.init_kwargs.get(key) for key in tokenizer.vocab_files_names}
+    files = {key: Path(path) for key, path in named.items() if isinstance(path, str)}
+    return {key: _hash_file(path) for key, path in files.items() if path.is_file()}
 
 
 def _read_memory(memory: Path) -> Mapping[str, Any]:

@@ -49,7 +49,9 @@ def read_input(
     args = settings.args
     begun = recorded.get("provenance", {}) if recorded else {}
     today = begun.get("identity", {}).get("template_date") or date.today().isoformat()
-    template_date = args.template_date or group.from_first("today", lambda: today)
+    template_date = args.template_date
+    if template_date is None:
+        template_date = group.from_first("today", lambda: today)
     encoder = ChatEncoder(
         settings.tokenizer,
         seq_length=args.seq_length,
@@ -141,6 +143,7 @@ def _read_tokens(
         "files": rows.fingerprint,
         "manifest": settings.manifest(num_samples=1),
         "rules": asdict(rules),
+        "templates": settings.tokenizer.chat_template,  # the manifest knows one of several
         "tokenizer_sha256": tokenizer_identity(settings.tokenizer),
         "versions": library_versions(),
         **pinned,
@@ -206,6 +209,12 @@ def _report_tokens(tokens: Tokens, seq_length: int) -> None:
         logger.warning("%s", warning)
     for reason, rows in counts.skipped.items():
         logger.warning("%d rows are left out: %s", rows, reason)
+    if not counts.supervised_tokens:
+        logger.warning(
+            "no token is supervised: there is nothing to train a draft on. Look at a row with "
+            "python -m dspark.inspect; is --seq-length %d long enough to reach an answer?",
+            seq_length,
+        )
     logger.info(
         "%d of %d rows are kept, %d of them cut at %d tokens",
         counts.rows,
