@@ -93,6 +93,25 @@ def test_a_scale_that_no_name_declares_is_found():
     assert target.head.extras == pytest.approx({"logit_scale": 0.37})
 
 
+def test_half_precision_does_not_hide_what_the_head_does():
+    model = tiny_models.tiny_qwen3().bfloat16()
+    model.lm_head.register_forward_hook(lambda _m, _args, logits: logits * 1.15)
+    target = Target(model, [1])
+    check_target(target)
+    assert target.head.scale == pytest.approx(1.15, rel=0.01)
+
+
+def test_half_precision_does_not_hide_logits_that_the_head_does_not_explain():
+    model = tiny_models.tiny_qwen3().bfloat16()
+    add = torch.zeros(model.config.vocab_size, dtype=torch.bfloat16)
+    add[::7] = 1.0
+    model.lm_head.register_forward_hook(
+        lambda _m, _args, logits: logits + add * logits.abs().amax() * 0.1
+    )
+    with pytest.raises(TargetError, match="are not its head's product"):
+        check_target(Target(model, [1]))
+
+
 def test_a_declared_scale_that_the_model_does_not_apply_is_dropped():
     model = tiny_models.tiny_qwen3()
     model.config.logit_scale = 0.5
@@ -113,7 +132,7 @@ def test_rows_of_a_padded_vocabulary_are_no_tokens():
 def test_a_state_that_is_not_a_number_fails():
     model = tiny_models.tiny_qwen3()
     model.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
-    with pytest.raises(TargetError, match="layer 1"):
+    with pytest.raises(TargetError, match=r"layer 1 .* not finite in torch\.float32"):
         check_target(Target(model, [1]))
 
 

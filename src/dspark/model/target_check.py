@@ -26,9 +26,11 @@ from dspark.model.head import declared_transform
 from dspark.schema.logits import HeadTransform, head_product
 
 _FULL, _SHORT = 12, 7
-# Largest difference allowed, as a share of each token's largest magnitude. The first compares two
-# runs of the same batch, the second two rows that the kernels may sum up in another order.
+# Largest difference allowed, as a share of each token's largest magnitude: of states between two
+# runs of the same batch; of logits from those states; of states between two rows, which kernels may
+# sum up in another order.
 _SAME_RUN = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.01}
+_LOGITS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.03}
 _OTHER_ROW = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 _ADVICE = "Report this model type; --no-target-check uses it at your own risk."
@@ -142,6 +144,12 @@ def _first_wrong(
 def _check_padding(target: Target, captured: Captured, alone: Captured) -> None:
     """Compare the padded row with the same tokens of the full one, and that with itself alone."""
     for layer_id, (state, lone) in enumerate(zip(captured.layers, alone.layers, strict=True), -1):
+        if not (torch.isfinite(state[0]).all() and torch.isfinite(state[1, :_SHORT]).all()):
+            raise TargetError(
+                f"layer {layer_id} of {type(target.model).__name__}: states of ordinary tokens are "
+                f"not finite in {state.dtype}. Are the weights whole? A model that overflows needs "
+                "another --compute-dtype."
+            )
         off = max(
             _difference(state[1, :_SHORT], state[0, :_SHORT]),
             _difference(state[0], lone[0]),
@@ -180,7 +188,7 @@ def _settle_head(target: Target, last: Tensor, logits: Tensor, real: Tensor) -> 
         for scale in (declared.scale, _fitted_scale(product, logits, softcap)):
             guess = dataclasses.replace(declared, scale=scale, softcap=softcap)
             guess_off = _difference(guess(product), logits)
-            if guess_off <= _SAME_RUN.get(last.dtype, 0.05) * 10:
+            if guess_off <= _LOGITS.get(last.dtype, 0.05):
                 return guess
             best, off = (guess, guess_off) if guess_off < off else (best, off)
     raise TargetError(
