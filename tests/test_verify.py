@@ -1,7 +1,9 @@
 """The verify command: what it finds, what it says, and how it exits."""
 
 import json
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from dspark.cache import (
 from dspark.checks.cache_check import CacheReport, check_cache
 from dspark.checks.cache_rows import spread_rows
 from dspark.checks.manifest_check import finished_manifest
+from dspark.checks.recompute import compare_with_target
 from dspark.disk.shard_check import TensorRules, check_shard
 from dspark.disk.shard_file import ShardMetadata, read_header, shard_metadata
 from dspark.errors import CacheError
@@ -417,6 +420,24 @@ def test_recomputed_rows_agree(
     against = json.loads(capsys.readouterr().out)["against"]
     assert against["rows"] == 3
     assert 0 < against["worst"] <= 1
+
+
+def test_rows_kept_without_states_are_not_recomputed(
+    target_cache: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cache, model = target_cache
+    copy = Path(shutil.copytree(cache, tmp_path / "copy"))
+    tensors = load_file(copy / "shard-000000.safetensors")
+    for name in ("loss_mask", "target_hidden_states", "target_last_hidden_states"):
+        tensors[name][2] = 0
+    write_shard(str(copy), 0, tensors | {"lengths": torch.tensor([16, 5, 9, 12])})
+    compare = partial(compare_with_target, str(copy), str(model), num_rows=4)
+    assert {difference.where for difference in compare().differences} == {"row 2"}
+    found = {"compute_dtype": "float32", "attn_implementation": "default"}
+    _rewrite(copy, lambda m: m.update(provenance={"masked_rows": [2], "identity": found}))
+    write_shard(str(copy), 0, tensors | {"lengths": torch.tensor([16, 5, 9, 12])})
+    comparison = compare()
+    assert (comparison.differences, comparison.rows) == ([], 3)
 
 
 def test_another_model_is_told_apart(

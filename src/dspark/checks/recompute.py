@@ -83,7 +83,8 @@ def compare_with_target(
     Args:
         cache_dir: A whole and finished cache.
         model: Hub id or directory of the target.
-        num_rows: How many rows; all of them if there are fewer.
+        num_rows: How many rows, less those among them that are kept without states; all of them
+            if there are fewer.
         device: ``auto`` is CUDA where it is there.
         revision: The hub revision.
         trust_remote_code: Whether code shipped with the model may be run.
@@ -107,7 +108,8 @@ def compare_with_target(
     )
     comparison = Comparison(model)
     _compare_weights(cache_dir, target, comparison)
-    rows = spread_rows(len(cache), num_rows)
+    masked = _masked_rows(cache.manifest)
+    rows = [row for row in spread_rows(len(cache), num_rows) if row not in masked]
     on_begin(len(rows))
     for row in rows:
         _compare_row(cache.read(row), target, run.tolerance, comparison)
@@ -137,6 +139,13 @@ def _recorded_run(manifest: Mapping[str, Any]) -> _RecordedRun:
     return _RecordedRun(dtype, kind, _SAME_ROW[dtype])
 
 
+def _masked_rows(manifest: Mapping[str, Any]) -> set[int]:
+    """Rows that are kept without states, because those of the target were not finite."""
+    provenance = manifest.get("provenance")
+    rows = provenance.get("masked_rows", []) if isinstance(provenance, dict) else []
+    return {row for row in rows if isinstance(row, int)} if isinstance(rows, list) else set()
+
+
 def _choose_device(device: str) -> str:
     if device != "auto":
         return device
@@ -149,7 +158,7 @@ def _compare_weights(cache_dir: str, target: Target, comparison: Comparison) -> 
         ("embed_tokens", "lm_head"), stored, (target.embed_tokens, target.lm_head), strict=True
     ):
         theirs = cast(Tensor, module.weight).detach().to("cpu", mine.weight.dtype)
-        if not torch.equal(mine.weight, theirs):
+        if not torch.equal(mine.weight.view(torch.uint8), theirs.view(torch.uint8)):  # NaN too
             comparison.differences.append(
                 Difference(_TARGET_WEIGHTS_NAME, f"{name}.weight is not that of {comparison.model}")
             )
