@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from chat_fixtures import tiny_tokenizer
 from dspark.errors import TargetError
@@ -104,10 +105,10 @@ def test_layers_that_do_not_fit_are_refused(wanted):
         choose_layers(wanted, num_layers=4, num_captured=5)
 
 
-def pad_id(**special_tokens: str | None) -> int:
+def pad_id(*, embedded: int = 512, **special_tokens: str | None) -> int:
+    config = LlamaConfig(vocab_size=embedded)
     tokenizer = tiny_tokenizer(**special_tokens)
-    settings = RunSettings(SimpleNamespace(), None, tokenizer, [0], CPU, torch.float32)
-    return settings.pad_token_id
+    return RunSettings(SimpleNamespace(), config, tokenizer, [0], CPU, torch.float32).pad_token_id
 
 
 def test_rows_are_padded_with_the_pad_token_even_if_its_id_is_0():
@@ -119,6 +120,13 @@ def test_without_a_pad_token_rows_are_padded_with_the_end_token():
     expected = tiny_tokenizer().convert_tokens_to_ids("<|im_end|>")
     assert expected > 0
     assert pad_id(pad_token=None, eos_token="<|im_end|>") == expected
+
+
+def test_a_pad_token_without_an_embedding_is_passed_over():
+    ids = tiny_tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    tokens = {"pad_token": "<|im_end|>", "eos_token": "<|im_start|>"}
+    assert pad_id(**tokens, embedded=ids[1] + 1) == ids[1] > ids[0]
+    assert pad_id(**tokens, embedded=ids[1]) == ids[0]
 
 
 def test_without_any_such_token_rows_are_padded_with_0():

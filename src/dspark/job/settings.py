@@ -52,9 +52,12 @@ class RunSettings:
 
     @property
     def pad_token_id(self) -> int:
-        """What pads rows: the tokenizer's pad id, else its EOS, else 0; 0 is a valid id."""
+        """What pads rows: the tokenizer's pad id, else its EOS, else 0; 0 is a valid id.
+
+        A pad token that was added to the tokenizer alone has no embedding and is passed over.
+        """
         for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token_id is not None:
+            if token_id is not None and token_id < self.vocab_size:
                 return int(token_id)
         return 0
 
@@ -105,7 +108,16 @@ def decide_settings(args: argparse.Namespace) -> RunSettings:
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
     )
-    return RunSettings(args, config, tokenizer, layer_ids, device, compute_dtype)
+    settings = RunSettings(args, config, tokenizer, layer_ids, device, compute_dtype)
+    if (tokenizer.pad_token_id or 0) >= settings.vocab_size:
+        logger.warning(
+            "the tokenizer's pad token has id %d, but the target embeds only %d: rows are padded "
+            "with %d",
+            tokenizer.pad_token_id,
+            settings.vocab_size,
+            settings.pad_token_id,
+        )
+    return settings
 
 
 def choose_device(device: str, compute_dtype: str) -> tuple[torch.device, torch.dtype]:
@@ -124,11 +136,23 @@ def choose_device(device: str, compute_dtype: str) -> tuple[torch.device, torch.
         chosen = torch.device(device)
     except RuntimeError as error:
         raise TargetError(f"--device {device}: {str(error).splitlines()[0]}") from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise TargetError(f"--device {device}: torch sees no CUDA device here; use --device cpu")
+    _refuse_missing(chosen, device)
     if compute_dtype == "auto":
         compute_dtype = "bf16" if chosen.type == "cuda" else "fp32"
     return chosen, DTYPE_MAP[compute_dtype]
+
+
+def _refuse_missing(chosen: torch.device, device: str) -> None:
+    """Refuse a device that this machine does not have."""
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise TargetError(f"--device {device}: torch sees no CUDA device here; use --device cpu")
+    if chosen.type in ("cpu", "cuda"):
+        return
+    try:
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise TargetError(f"--device {device} cannot be used here: {reason}") from error
 
 
 def choose_layers(wanted: list[int] | None, *, num_layers: int, num_captured: int) -> list[int]:
