@@ -19,6 +19,7 @@ import sys
 import tempfile
 import zipfile
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,8 @@ def main() -> int:
         if any(directory.iterdir()):
             parser.error(f"{directory} exists and holds no model: name another directory")
         shutil.rmtree(directory)
+    if lacking := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+        parser.error(f"it needs the packages {lacking}: pip install gguf accelerate")
     os.environ["TQDM_DISABLE"] = "1"  # bars that are hundreds of lines where there is no terminal
     built = build(directory)
     print(f"{directory}: {'built; it answers as it should' if built else 'already there'}")

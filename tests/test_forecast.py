@@ -136,8 +136,9 @@ def some() -> Forecast:
 
 def test_the_line_says_it_all(some):
     assert some.line() == (
-        "1,200 rows, 456,789 tokens, 123,456 supervised; 5 shards of 9.00 GB apparent size, "
-        "3.00 GB on disk (padding takes no disk); 2 shards, 1.25 GB, to write now; 2.00 GB free"
+        "1,200 rows, 456,789 tokens, 123,456 supervised; 5 shards and the weights: 9.00 GB "
+        "apparent size, 3.00 GB on disk (padding takes no disk); 1.25 GB, 2 shards among it, "
+        "to write now; 2.00 GB free"
     )
 
 

@@ -44,7 +44,7 @@ def test_supervised_text_stands_in_double_brackets(
 ) -> None:
     assert main(["--target-model", model, "--input-data", data]) == 0
     out = capsys.readouterr().out
-    assert "row 0, chats.jsonl line 1" in out
+    assert "chats.jsonl line 1: " in out
     assert "<|im_start|>user\nq1<|im_end|>\n[[<|im_start|>assistant\na1<|im_end|>\n]]" in out
 
 
@@ -85,7 +85,7 @@ def test_json_has_the_row_for_machines(
     assert main(["--target-model", model, "--input-data", data, "--row", "1", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["row"]
     assert row["row"] == 1
-    assert row["where"] == "chats.jsonl line 2"
+    assert row["where"] == f"{data} line 2"
     assert len(row["input_ids"]) == len(row["loss_mask"]) == row["tokens"]
     assert sum(row["loss_mask"]) == row["supervised_tokens"]
     assert sum(s["tokens"] for s in row["segments"]) == row["tokens"]
@@ -105,7 +105,7 @@ def test_a_row_that_cannot_be_labelled_says_why_and_the_totals_follow(
 ) -> None:
     assert main(["--target-model", model, "--input-data", data, "--row", "3"]) == 0
     out = capsys.readouterr().out
-    assert "row 3, chats.jsonl line 4: left out: unknown role: message 0 has role" in out
+    assert "chats.jsonl line 4: left out: unknown role: message 0 has role" in out
     assert "supervised" in out
 
 

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import os
 import pickle
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 import zstandard
 
@@ -64,9 +66,9 @@ class TestLines:
         assert [item.value()["t"] for item in items] == [1, 2, 3]
         assert [item.number for item in items] == [0, 1, 2]
         assert [item.where for item in items] == [
-            "x.jsonl line 1",
-            "x.jsonl line 4",
-            "x.jsonl line 6",
+            f"{tmp_path / 'x.jsonl'} line 1",
+            f"{tmp_path / 'x.jsonl'} line 4",
+            f"{tmp_path / 'x.jsonl'} line 6",
         ]
 
     def test_a_json_file_of_lines_may_begin_with_a_bom(self, tmp_path: Path) -> None:
@@ -147,6 +149,23 @@ class TestFormats:
         with pytest.raises(DataError, match=r"x\.jsonl\.gz is damaged or cut short"):
             list(open_rows([str(tmp_path / "x.jsonl.gz")]))
 
+    @pytest.mark.parametrize("name", ["", " "])
+    def test_an_input_without_a_name_is_refused(self, name: str) -> None:
+        with pytest.raises(DataError, match="has no name"):
+            open_rows([name])
+
+    def test_a_pipe_is_refused_and_not_waited_for(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "x.jsonl")
+        with pytest.raises(DataError, match="no regular file"):
+            open_rows([str(tmp_path / "x.jsonl")])
+
+    def test_json_that_is_nested_too_deeply_is_an_error_that_names_the_file(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "x.json").write_text("[" * 100_000)
+        with pytest.raises(DataError, match=r"x\.json is not valid JSON"):
+            list(open_rows([str(tmp_path / "x.json")]))
+
     def test_a_folder_is_its_files_in_order_without_dot_files(self, tmp_path: Path) -> None:
         folder = tmp_path / "chats"
         (folder / "sub").mkdir(parents=True)
@@ -157,7 +176,7 @@ class TestFormats:
         (folder / "README.md").write_text("not data")
         items = list(open_rows([str(folder)]))
         assert [int(i.value()["messages"][0]["content"]) for i in items] == [0, 1, 2, 3, 4, 5]
-        assert items[-1].where == "chats/sub/c.jsonl line 2"
+        assert items[-1].where == f"{folder / 'sub' / 'c.jsonl'} line 2"
 
     def test_parquet_files_of_a_folder_are_shuffled_together(self, tmp_path: Path) -> None:
         folder = tmp_path / "chats"
@@ -238,12 +257,23 @@ class TestOrder:
         path = parquet(tmp_path / "x.parquet", range(600))
         assert numbers(open_rows([path])) == shuffled(600)
 
+    def test_a_file_without_rows_among_others_is_left_out(self, tmp_path: Path) -> None:
+        (tmp_path / "d").mkdir()
+        parquet(tmp_path / "d" / "full.parquet", range(3))
+        empty = pyarrow.parquet.read_schema(tmp_path / "d" / "full.parquet").empty_table()
+        pyarrow.parquet.write_table(empty, tmp_path / "d" / "empty.parquet")
+        assert numbers(open_rows([str(tmp_path / "d")])) == shuffled(3)
+        (tmp_path / "d" / "full.parquet").unlink()
+        with pytest.raises(DataError, match="d has no rows"):
+            open_rows([str(tmp_path / "d")])
+
     def test_where_names_the_row_in_the_file_and_number_the_place_in_order(
         self, tmp_path: Path
     ) -> None:
-        items = list(open_rows([parquet(tmp_path / "x.parquet", range(5))]))
+        path = parquet(tmp_path / "x.parquet", range(5))
+        items = list(open_rows([path]))
         assert [item.number for item in items] == [0, 1, 2, 3, 4]
-        assert [item.where for item in items] == [f"x.parquet row {i}" for i in shuffled(5)]
+        assert [item.where for item in items] == [f"{path} row {i}" for i in shuffled(5)]
 
     def test_inputs_are_ordered_and_cut_by_themselves_and_then_joined(self, tmp_path: Path) -> None:
         first = parquet(tmp_path / "a.parquet", range(10))

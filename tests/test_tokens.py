@@ -169,7 +169,7 @@ def test_an_empty_input_is_an_error(tmp_path):
 
 
 def test_an_input_of_bad_rows_alone_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"no row is left.*all 2 rows were left out"):
+    with pytest.raises(DataError, match=r"no row is left.*all 2 rows were left out: 2 no user"):
         write(tmp_path, "no user", "no user", skip_bad_rows=True)
 
 

@@ -96,15 +96,21 @@ def read_chat_template(value: str) -> Any:
     path = Path(value).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"chat template {value!r} is neither Jinja nor an existing file")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except ValueError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
     if path.suffix.lower() != ".json":
         return text
     try:
         template = json.loads(text)["chat_template"]
-    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(template, list):  # how older tokenizer_config.json files name several
+            template = {entry["name"]: entry["template"] for entry in template}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is not a JSON object with a 'chat_template' key") from error
-    if isinstance(template, list):  # how older tokenizer_config.json files name their templates
-        return {entry["name"]: entry["template"] for entry in template}
+    texts = list(template.values()) if isinstance(template, dict) else [template]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"the 'chat_template' of {path} must be Jinja text, or named ones")
     return template
 
 

@@ -147,7 +147,7 @@ def add_chat_options(group: argparse._ArgumentGroup, *, required: bool) -> None:
     group.add_argument("--dataset-config", metavar="NAME", help="configuration of a Hub dataset")
     group.add_argument(
         "--shuffle-seed",
-        type=int,
+        type=at_least(0),
         default=42,
         metavar="N",
         help="order of Hub, parquet and saved datasets; JSON keeps file order (default: 42)",

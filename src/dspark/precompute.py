@@ -153,6 +153,8 @@ def _refuse_at_once(args: argparse.Namespace, goes_on: bool) -> None:
     """Refuse what needs no import."""
     _validate_args(args)
     validate_processes(args)
+    if not args.output_dir:
+        raise CacheError("--output-dir is empty; name a directory")
     existing = existing_shard_indices(args.output_dir)
     if existing and not goes_on and not args.dry_run:
         raise CacheError(

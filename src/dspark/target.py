@@ -6,6 +6,7 @@ Nothing here knows a file of the cache. The parts are found in `dspark.model.lay
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -91,8 +92,10 @@ def load_config(
         config: PretrainedConfig = AutoConfig.from_pretrained(
             name, revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise TargetError(f"cannot read the configuration of {name}: {error}") from error
+    except Exception as error:  # a value of the wrong type can raise anything
+        raise TargetError(
+            f"cannot read the configuration of {name}: {type(error).__name__}: {error}"
+        ) from error
     if config.is_encoder_decoder or text_config_of(config).is_encoder_decoder:
         raise TargetError(
             f"{name} ({config.model_type}) is an encoder-decoder (is_encoder_decoder=True); a "
@@ -218,8 +221,8 @@ def load_target(
                 **{key: value for key, value in wanted.items() if value is not None},
                 **options,
             )
-    except (OSError, ValueError, ImportError) as error:
-        raise TargetError(f"cannot load {name}: {error}") from error
+    except Exception as error:  # damaged files and unfit configurations raise anything
+        raise TargetError(f"cannot load {name}: {type(error).__name__}: {error}") from error
     if missing := sorted(report["missing_keys"]):
         raise TargetError(
             f"{name} has no weights for {len(missing)} parameters of {type(model).__name__}, such "
@@ -271,7 +274,8 @@ def _raw_config(name: str, *, revision: str | None, trust_remote_code: bool) -> 
             name, revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise TargetError(f"cannot read the config.json of {name}: {error}") from error
+        where = "" if os.path.isdir(name) else "there is no such directory here, and as a Hub id: "
+        raise TargetError(f"cannot read the config.json of {name}: {where}{error}") from error
     if not raw:  # what transformers makes of a directory without the file
         raise TargetError(f"cannot read the config.json of {name}: there is none.")
     return raw

@@ -74,11 +74,22 @@ def bad_row(directory: Path) -> list[str]:
     return ["--input-data", str(write_chats(directory / "bad.jsonl", rows))]
 
 
+def null_template(directory: Path) -> list[str]:
+    (directory / "null.json").write_text('{"chat_template": null}')
+    return ["--chat-template", str(directory / "null.json")]
+
+
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a target that is not there": (lambda d: ["--target-model", str(d / "none")], "none"),
     "an input that is not there": (lambda d: ["--input-data", str(d / "none.jsonl")], "none.jsonl"),
     "a row without an answer": (bad_row, "bad.jsonl line 3"),
     "a split that does not exist": (lambda d: ["--split", "test"], "train"),
+    "an input without a name": (lambda d: ["--input-data", ""], "has no name"),
+    "an output without a name": (lambda d: ["--output-dir", ""], "--output-dir is empty"),
+    "a template that is null": (null_template, "must be Jinja text"),
+    "a filter that does not exist": (lambda d: ["--chat-template", "{{ 1|nosuch }}"], "nosuch"),
+    "a day that is none": (lambda d: ["--template-date", ""], "template date"),
+    "a device that is not here": (lambda d: ["--device", "xpu"], "--device xpu cannot be used"),
     "a template that is not there": (lambda d: ["--chat-template", "none.jinja"], "none.jinja"),
     "a layer beyond the target": (lambda d: ["--target-layer-ids", "1", "4"], "4"),
     "layers that do not increase": (lambda d: ["--target-layer-ids", "2", "2"], "2"),
@@ -142,3 +153,25 @@ def test_code_that_comes_with_a_model_does_not_run_unless_asked_for(chats, tmp_p
     assert main(command_line(directory, chats, tmp_path / "cache")) == 1
     assert "--trust-remote-code" in " ".join(error_lines(capsys))
     assert not (tmp_path / "ran").exists()
+
+
+def test_weights_that_cannot_be_read_end_the_run_in_one_line(chats, tmp_path, capsys):
+    broken = write_target(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"garbage" * 99)
+    assert main([*command_line(broken, chats, tmp_path / "cache"), "--log-level", "error"]) == 1
+    (line,) = error_lines(capsys)
+    assert f"cannot load {broken}: SafetensorError" in line
+    assert line.endswith("No row was computed.")
+
+
+def test_a_text_of_endless_brackets_is_a_bad_row(target, tmp_path, capsys):
+    chats = write_chats(tmp_path / "deep.jsonl", [{"messages": "[" * 100_000}])
+    assert main(command_line(target, chats, tmp_path / "cache")) == 1
+    (line,) = error_lines(capsys)
+    assert "deep.jsonl line 1: invalid JSON in a column" in line
+
+
+def test_an_input_without_a_supervised_token_is_warned_of(target, chats, tmp_path, caplog):
+    command = [*command_line(target, chats, tmp_path / "cache"), "--seq-length", "1", "--dry-run"]
+    assert main(command) == 0
+    assert "no token is supervised" in caplog.text

@@ -111,20 +111,26 @@ def open_parquet(files: Sequence[Path], *, named: Path, seed: int | None) -> Col
         DataError: If the files are not parquet, or differ in their columns.
     """
     import datasets
+    from pyarrow import parquet
 
     try:
         with TemporaryDirectory() as folder, _bars_on_terminals_only():
             plain = [decompressed_copy(path.resolve(), Path(folder)) for path in files]
+            plain = [path for path in plain if parquet.read_metadata(path).num_rows]
+            if not plain:
+                raise DataError(f"{named} has no rows")
             # Read into the library's own cache, so the copies are not needed afterwards.
             dataset = datasets.load_dataset(
                 "parquet", data_files=list(map(str, plain)), split="train"
             )
+    except DataError:
+        raise
     except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
         cause = error.__cause__ or error
         raise DataError(f"{named} cannot be read as parquet: {cause}") from error
     return ColumnarInput(
         dataset,
-        label=named.name,
+        label=str(named),
         description={"path": str(named), "format": "parquet"},
         fingerprint=[file_fingerprint(path) for path in files],
         seed=seed,

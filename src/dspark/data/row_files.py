@@ -169,7 +169,7 @@ def holds_json_lines(path: Path) -> bool:
         return False
     try:
         json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False  # an object printed over several lines
     return True
 
@@ -184,7 +184,7 @@ def read_json(path: Path) -> list[Any]:
         data = file.read()
     try:
         value = json.loads(data.removeprefix(_BOM))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path} is not valid JSON ({error}); if it has one object a line, name it .jsonl"
         ) from error

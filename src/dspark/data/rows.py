@@ -39,7 +39,7 @@ class SourceRow:
 
     Attributes:
         number: Place in the ordered, sliced and joined input, from 0, before any row is skipped.
-        where: Where a person finds it: "chats.jsonl line 12", "data.parquet row 7".
+        where: Where a person finds it: "in/chats.jsonl line 12", "in/data.parquet row 7".
         raw: A line of JSON, or the row itself.
     """
 
@@ -145,10 +145,14 @@ def open_rows(
 
 
 def _open(name: str, split: str | None, config: str | None, seed: int | None) -> _Input:
+    if not name.strip():
+        raise DataError("an input has no name: --input-data got an empty text")
     path = Path(name).expanduser()
     if path.is_dir():
         return _open_folder(path, split, seed)
     if path.exists():
+        if not path.is_file():
+            raise DataError(f"{name} is no regular file: it is read more than once, write it down")
         return _open_files([path], path, split, seed)
     if _looks_local(name):
         raise FileNotFoundError(f"input data not found: {name}")
@@ -211,10 +215,9 @@ class _JsonFiles:
 
     def _all(self) -> Iterator[tuple[str, Raw]]:
         for path in self._files:
-            name = path.relative_to(self._named.parent)
             if holds_json_lines(path):
                 for line, raw in iter_lines(path):
-                    yield f"{name} line {line}", raw
+                    yield f"{path} line {line}", raw
             else:
                 for row, value in enumerate(read_json(path)):
-                    yield f"{name} row {row}", value
+                    yield f"{path} row {row}", value

@@ -197,7 +197,7 @@ def write_tokens(
             if writer.counts.rows == rules.max_samples:
                 break
         if not writer.counts.rows:
-            raise DataError(f"no row is left to train on: {_explain_none(writer.counts)}")
+            raise DataError(f"no row is left to train on: {_explain_none(writer)}")
         counts = writer.finish()
     digests = {name: _file_digest(directory, name) for name in _ARRAYS}
     record = {"key": dict(key), "counts": asdict(counts), "xxh3_64": digests}
@@ -259,7 +259,8 @@ def _keep_or_count(writer: _Writer, item: Encoded, rules: RowRules) -> None:
         writer.keep(*item)
 
 
-def _explain_none(counts: TokenCounts) -> str:
-    if not counts.source_rows:
+def _explain_none(writer: _Writer) -> str:
+    if not writer.counts.source_rows:
         return "the input is empty. Check --input-data and --split."
-    return f"all {counts.source_rows} rows were left out. Try without --on-bad-row skip to see why."
+    reasons = "; ".join(f"{count} {reason}" for reason, count in writer.skipped.most_common())
+    return f"all {writer.counts.source_rows} rows were left out: {reasons}."

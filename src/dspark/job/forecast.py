@@ -64,9 +64,10 @@ class Forecast:
         )
         return (
             f"{self.rows:,} rows, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised; "
-            f"{self.shards} shards of {self.apparent_bytes / 1e9:.2f} GB apparent size, "
-            f"{self.real_bytes / 1e9:.2f} GB on disk ({disk}); {self.shards_to_write} shards, "
-            f"{self.bytes_to_write / 1e9:.2f} GB, to write now; {self.free_bytes / 1e9:.2f} GB free"
+            f"{self.shards} shards and the weights: {self.apparent_bytes / 1e9:.2f} GB apparent "
+            f"size, {self.real_bytes / 1e9:.2f} GB on disk ({disk}); "
+            f"{self.bytes_to_write / 1e9:.2f} GB, {self.shards_to_write} shards among it, to write "
+            f"now; {self.free_bytes / 1e9:.2f} GB free"
         )
 
     def refuse_if_too_large(self, cache_dir: str) -> None:

@@ -29,9 +29,11 @@ def set_up_logging(level: str, *, on_terminal: bool) -> None:
     if not root.handlers:
         handler.setFormatter(_FORMAT)
         root.addHandler(handler)
+    if on_terminal:
+        logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     for name in ("dspark", "__main__"):
         logging.getLogger(name).setLevel(level)
-    if not on_terminal or not sys.stderr.isatty():
+    if not on_terminal or sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers obeys it too
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 

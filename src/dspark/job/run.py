@@ -198,6 +198,18 @@ class Run:
         return slice(rows.start, rows.stop)
 
     def _load_target(self) -> Target:
+        """Load the target and prove it.
+
+        Raises:
+            TargetError: If it cannot be one; noted, so that nobody is told to go on with it.
+        """
+        try:
+            return self._loaded_target()
+        except TargetError as error:
+            error.add_note("No row was computed.")
+            raise
+
+    def _loaded_target(self) -> Target:
         settings, args = self.settings, self.settings.args
         logger.info(
             "loading %s in %s on %s",

@@ -95,7 +95,7 @@ class Habits:
         if isinstance(arguments, str) and self.object_arguments:
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RowError(
                     "tool-call arguments are not JSON", f"{arguments[:80]!r}: {error}"
                 ) from error

@@ -173,7 +173,7 @@ def _parse_if_string(value: Any, where: str) -> Any:
         return None
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RowError("invalid JSON in a column", f"{where}: {error}") from error
 
 

@@ -35,6 +35,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             tree = environment.parse(source)
+            environment.compile(source)  # an unknown filter or test is found here
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"

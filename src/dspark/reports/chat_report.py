@@ -131,6 +131,8 @@ def report_row(
     row = next(islice(source, number, None), None)
     if row is None:
         count = sum(1 for _ in source)
+        if not count:
+            raise DataError("the input is empty. Check --input-data and --split.")
         raise DataError(f"there is no row {number}: the input has rows 0 to {count - 1}")
     try:
         conversation = encoder.encode(row.value())

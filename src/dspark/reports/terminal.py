@@ -50,7 +50,8 @@ def run_printing(command: Callable[[], int]) -> int:
     """
     try:
         status = command()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed from the start: there is nothing to flush
+            sys.stdout.flush()
     except BrokenPipeError:
         # What is still buffered goes nowhere, so that the flush at exit has nothing to complain of.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
