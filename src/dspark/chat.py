@@ -68,15 +68,23 @@ def load_tokenizer(
         trust_remote_code: Whether code in the model's repository may run.
 
     Raises:
-        DataError: If the chat template cannot be read, or there is none.
+        DataError: If the tokenizer cannot be loaded, or the chat template cannot be read, or there
+            is none.
         FileNotFoundError: If `chat_template` is a path that does not exist.
     """
     from transformers import AutoTokenizer
 
     template = None if chat_template is None else read_chat_template(chat_template)
-    tokenizer = AutoTokenizer.from_pretrained(
-        target_model, revision=revision, trust_remote_code=trust_remote_code
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            target_model, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # damaged files raise anything
+        raise DataError(
+            f"cannot load the tokenizer of {target_model}: {type(error).__name__}: {error}"
+        ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what becomes of missing files
+        raise DataError(f"the tokenizer of {target_model} has no vocabulary: are its files there?")
     if template is not None:
         tokenizer.chat_template = template
     if not getattr(tokenizer, "chat_template", None):

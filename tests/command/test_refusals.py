@@ -175,3 +175,17 @@ def test_an_input_without_a_supervised_token_is_warned_of(target, chats, tmp_pat
     command = [*command_line(target, chats, tmp_path / "cache"), "--seq-length", "1", "--dry-run"]
     assert main(command) == 0
     assert "no token is supervised" in caplog.text
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("content", [None, "{broken"])
+def test_a_target_without_a_tokenizer_is_refused(chats, tmp_path, capsys, content):
+    bare = write_target(tmp_path / "bare")
+    for path in bare.glob("*token*"):
+        path.unlink()
+    if content is not None:
+        (bare / "tokenizer.json").write_text(content)
+    command = [*command_line(bare, chats, tmp_path / "cache"), "--chat-template", "{{ messages }}"]
+    assert main(command) == 1
+    (line,) = error_lines(capsys)
+    assert f"the tokenizer of {bare}" in line

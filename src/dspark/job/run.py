@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dspark.cache import DTYPE_MAP, write_manifest, write_target_weights
 from dspark.checks.manifest_check import finished_manifest
 from dspark.data.tokens import Tokens
@@ -201,12 +203,14 @@ class Run:
         """Load the target and prove it.
 
         Raises:
-            TargetError: If it cannot be one; noted, so that nobody is told to go on with it.
+            TargetError: If it cannot be one; noted, so that nobody is told to go on with it, unless
+                it only found too little memory.
         """
         try:
             return self._loaded_target()
         except TargetError as error:
-            error.add_note("No row was computed.")
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                error.add_note("No row was computed.")
             raise
 
     def _loaded_target(self) -> Target:
