@@ -202,6 +202,43 @@ def test_the_state_of_another_order_is_refused_naming_what_differs(cache, tmp_pa
         build_loader(fewer.open(), batch_size=2, shuffle=True, seed=1).load_state_dict(state)
 
 
+def test_the_state_of_other_shards_is_refused_where_rows_are_mixed_within_shards(tmp_path):
+    first, second = (
+        build_loader(cache.open(), batch_size=2, shuffle=True, shuffle_window=2)
+        for cache in (
+            write_cache(tmp_path / "2", num_rows=12, shard_size=2),
+            write_cache(tmp_path / "3", num_rows=12, shard_size=3),
+        )
+    )
+    with pytest.raises(ValueError, match="shard_size is 2 there and 3 here"):
+        second.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows_done": -5}, "rows_done must be a whole number from 0 on, got -5"),
+        ({"rows_done": 12}, "rows_done must be at most 11, got 12"),
+        ({"epoch": "1"}, "epoch must be a whole number from 0 on, got '1'"),
+    ],
+)
+def test_a_state_with_numbers_that_cannot_be_is_refused(cache, change, message):
+    loader = build_loader(cache.open(), batch_size=2, shuffle=True)
+    with pytest.raises(ValueError, match=message):
+        loader.load_state_dict(loader.state_dict() | change)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_order_of_a_pass_is_that_of_the_moment_in_which_it_begins(cache, num_workers):
+    loader = build_loader(cache.open(), batch_size=2, shuffle=True, num_workers=num_workers)
+    expected = row_numbers(list(loader))
+    loader = build_loader(cache.open(), batch_size=2, shuffle=True, num_workers=num_workers)
+    batches = iter(loader)
+    loader.sampler.set_epoch(1)
+    assert row_numbers(list(batches)) == expected
+    assert loader.sampler.epoch == 1
+
+
 def test_the_builder_of_dspark_caches_passes_every_keyword_on(tmp_path):
     write_tiny_cache(tmp_path / "cache")
     options = {

@@ -130,9 +130,22 @@ def test_from_any_place_the_ranks_read_the_rest_of_the_order():
         ({"rank": 2, "world_size": 2}, "rank must be in 0 … 1, got 2"),
         ({"rank": -1}, "rank must be"),
         ({"shuffle_window": 0}, "shuffle_window must be at least 1 shard, got 0"),
-        ({"seed": -1}, "seed must not be negative, got -1"),
+        ({"seed": -1}, "seed must be a whole number from 0 on, got -1"),
+        ({"seed": None}, "seed must be a whole number from 0 on, got None"),
     ],
 )
 def test_arguments_out_of_range_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         RowSampler(5, **({"shuffle": True} | wrong))
+
+
+@pytest.mark.parametrize("epoch", [-1, "1", None, 1.5])
+def test_an_epoch_that_is_none_is_refused(epoch):
+    with pytest.raises(ValueError, match="epoch must be a whole number from 0 on"):
+        RowSampler(5, shuffle=True).set_epoch(epoch)
+
+
+def test_numbers_of_any_type_are_kept_as_pythons_own():
+    sampler = RowSampler(5, shuffle=True, seed=np.int64(3))
+    sampler.set_epoch(np.int64(2))
+    assert type(sampler.epoch) is type(sampler.settings()["seed"]) is int

@@ -1,6 +1,7 @@
 """The verify command: what it finds, what it says, and how it exits."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -273,10 +274,14 @@ def test_weights_of_another_shape_are_wrong(cache: Path) -> None:
 # Caches by other writers
 
 
-def test_a_cache_by_another_writer_is_right_as_far_as_it_goes(cache: Path) -> None:
+def test_a_cache_by_another_writer_is_right_as_far_as_it_goes(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _strip(cache)
     report = _check(cache)
     assert report.problems == []
+    assert main([str(cache)]) == 0
+    assert re.search(r"^tokens +unknown, \d+ of them supervised$", capsys.readouterr().out, re.M)
     assert [line.split(":")[0] for line in report.unchecked] == [
         "the manifest's own checksum, and those of the files' headers",
         "the data of target_weights.safetensors",
@@ -469,7 +474,10 @@ def test_a_model_that_cannot_be_loaded_is_one_line(
     target_cache: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(target_cache[0]), "--against", str(tmp_path)]) == 1
-    assert "WRONG --against: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "WRONG --against: " in out
+    assert "The cache itself passed" in out
+    assert "--resume" not in out
 
 
 def test_a_manifest_cannot_choose_code_to_run(

@@ -125,10 +125,12 @@ def write_shard(cache_dir: str, shard_index: int, samples: dict[str, torch.Tenso
             source. Other keys are refused.
 
     Raises:
-        CacheError: If a tensor is missing, unknown, or does not fit the others; "missing required"
-            in the first case.
+        CacheError: If a tensor is missing, unknown, or does not fit the others, "missing required"
+            in the first case; or the index is negative.
         OSError: If it cannot be written.
     """
+    if shard_index < 0:
+        raise CacheError(f"shard indices count from 0, got {shard_index}")
     missing = [key for key in CACHE_KEYS if key not in samples]
     if missing:
         raise CacheError(f"shard {shard_index}: missing required tensors {missing}")

@@ -22,6 +22,8 @@ _REMEDY = (
     "The precompute command with --resume writes damaged and missing files of its cache again; "
     "what came from elsewhere is to be copied anew."
 )
+_MODEL_REMEDY = "The cache itself passed: it is MODEL that could not be compared. Check its name."
+_AGAINST = "--against"
 
 if TYPE_CHECKING:
     from dspark.checks.cache_check import CacheReport
@@ -122,7 +124,7 @@ def _compare(args: argparse.Namespace, report: "CacheReport") -> "Comparison | N
                 on_row=bar.update,
             )
         except (OSError, ValueError) as error:
-            report.blame("--against", str(error))
+            report.blame(_AGAINST, str(error))
             return None
     for difference in comparison.differences:
         report.blame(difference.where, difference.what)
@@ -153,12 +155,18 @@ def _as_json(report: "CacheReport", comparison: "Comparison | None") -> dict[str
     return content
 
 
+def _tokens(report: "CacheReport") -> str:
+    supervised = f"{report.supervised_tokens:,} of them supervised"
+    # Another tool's shards do not tell where padding begins.
+    return f"{report.tokens:,}, {supervised}" if report.tokens else f"unknown, {supervised}"
+
+
 def _print_report(report: "CacheReport", comparison: "Comparison | None") -> None:
     rate = report.bytes_read / max(report.seconds, 1e-9)
     rows: list[Sequence[str]] = [
         ("cache", report.cache_dir),
         ("rows", f"{report.rows:,} in {report.shards:,} shards"),
-        ("tokens", f"{report.tokens:,}, {report.supervised_tokens:,} of them supervised"),
+        ("tokens", _tokens(report)),
         ("read", f"{format_bytes(report.bytes_read)} at {format_bytes(int(rate))}/s"),
         ("holes", f"{format_bytes(report.bytes_skipped)} of padding"),
     ]
@@ -175,7 +183,8 @@ def _print_report(report: "CacheReport", comparison: "Comparison | None") -> Non
     if report.is_right:
         print("all is right")
     else:
-        print(f"{len(report.problems)} wrong. {_REMEDY}")
+        is_about_model = all(problem.file == _AGAINST for problem in report.problems)
+        print(f"{len(report.problems)} wrong. {_MODEL_REMEDY if is_about_model else _REMEDY}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ Its state is the epoch and the number of rows that all ranks together have had o
 the same for every number of workers and ranks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +23,27 @@ class _Pass:
 
     epoch: int
     rows_done: int
+
+
+class _Batches(torch.utils.data.BatchSampler):
+    """Batches of an order that is fixed when a pass begins, not when its first batch is wanted.
+
+    torch may ask for an iterator more than once as it begins, so the rows are drawn by `draw`.
+    """
+
+    _rows: Sequence[int] = ()
+
+    def draw(self) -> None:
+        """Take the rows of the next pass from the sampler."""
+        self._rows = list(self.sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._cut(iter(self._rows))
+
+    def _cut(self, rows: Iterator[int]) -> Iterator[list[int]]:
+        while batch := list(islice(rows, self.batch_size)):
+            if len(batch) == self.batch_size or not self.drop_last:
+                yield batch
 
 
 class CacheLoader(torch.utils.data.DataLoader[Batch]):
@@ -52,6 +74,7 @@ class CacheLoader(torch.utils.data.DataLoader[Batch]):
         **options: Any,
     ) -> None:
         super().__init__(dataset, sampler=sampler, batch_size=batch_size, **options)
+        self._batches = _Batches(sampler, batch_size, self.drop_last)
         self._row_bytes = row_bytes
         self._blocks: SharedBlocks | None = None  # those of persistent workers
         self._pass: _Pass | None = None
@@ -59,6 +82,7 @@ class CacheLoader(torch.utils.data.DataLoader[Batch]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Begin a pass; with workers, they start to read at once."""
         self._pass = _Pass(self.sampler.epoch, self.sampler.start)
+        self._batches.draw()
         blocks = self._blocks
         if self.num_workers > 0 and self._iterator is None and SharedBlocks.available():
             blocks = self._make_blocks()
@@ -68,6 +92,11 @@ class CacheLoader(torch.utils.data.DataLoader[Batch]):
             return self._deliver(super().__iter__(), self._pass, blocks)
         finally:
             self.worker_init_fn = None  # blocks are for one group of workers
+
+    @property
+    def _index_sampler(self) -> _Batches:
+        """What torch takes the batches of a pass from."""
+        return self._batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands, the same on every rank.
@@ -86,7 +115,7 @@ class CacheLoader(torch.utils.data.DataLoader[Batch]):
             state: Of `state_dict`, with any number of workers and ranks and any batch size.
 
         Raises:
-            ValueError: If it is the state of other rows or of another order.
+            ValueError: If it is the state of other rows or of another order, or not a state.
         """
         settings = self.sampler.settings()
         differing = [
@@ -99,8 +128,11 @@ class CacheLoader(torch.utils.data.DataLoader[Batch]):
                 f"the state is not this loader's: {', '.join(differing)}. "
                 "Build the loader with the settings of the interrupted run."
             )
+        lacking = [key for key in ("epoch", "rows_done") if key not in state]
+        if lacking:
+            raise ValueError(f"the state has no {' and no '.join(lacking)}")
+        self.sampler.set_place(state["epoch"], state["rows_done"])
         self._pass = None
-        self.sampler.epoch, self.sampler.start = state["epoch"], state["rows_done"]
 
     def _make_blocks(self) -> SharedBlocks:
         capacities = {name: self.batch_size * nbytes for name, nbytes in self._row_bytes.items()}

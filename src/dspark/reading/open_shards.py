@@ -6,6 +6,7 @@ parent's threads do not run.
 
 import mmap
 import os
+import resource
 import threading
 import weakref
 from collections import OrderedDict
@@ -19,7 +20,8 @@ import numpy as np
 from dspark.disk.shard_file import damaged
 from dspark.errors import CacheError
 
-MAX_OPEN_SHARDS = 64
+# Fewer where the process may open few files: the rest is for its other needs.
+MAX_OPEN_SHARDS = min(64, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1))
 READS_IN_FLIGHT = 8
 
 Task = Callable[[], None]

@@ -6,6 +6,7 @@ rows, so one number says where an epoch stands, for any number of ranks.
 """
 
 from collections.abc import Iterator
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,6 @@ class RowSampler(torch.utils.data.Sampler[int]):
             raise ValueError(f"rank must be in 0 … {world_size - 1}, got {rank}")
         if shuffle_window is not None and shuffle_window < 1:
             raise ValueError(f"shuffle_window must be at least 1 shard, got {shuffle_window}")
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
         self.num_rows = num_rows
         self.world_size = world_size
         self.rank = rank
@@ -66,7 +65,7 @@ class RowSampler(torch.utils.data.Sampler[int]):
         self.epoch = 0
         self.start = 0
         self._shuffle = shuffle
-        self._seed = seed
+        self._seed = _natural(seed, "seed")
         self._shard_size = shard_size
         self._window = shuffle_window
 
@@ -90,7 +89,11 @@ class RowSampler(torch.utils.data.Sampler[int]):
 
         Naming the epoch that is chosen already changes nothing: a resumed one goes on where it
         stood.
+
+        Raises:
+            ValueError: If it is no whole number, or negative.
         """
+        epoch = _natural(epoch, "epoch")
         if epoch != self.epoch:
             self.epoch = epoch
             self.start = 0
@@ -116,7 +119,35 @@ class RowSampler(torch.utils.data.Sampler[int]):
             "shuffle": self._shuffle,
             "seed": self._seed,
             "shuffle_window": self._window,
+            # Where rows are mixed within shards, their number decides what is mixed.
+            **({} if self._window is None else {"shard_size": self._shard_size}),
         }
+
+    def set_place(self, epoch: int, rows_done: int) -> None:
+        """Choose an epoch and the place in its order that comes next.
+
+        Raises:
+            ValueError: If there is no such place.
+        """
+        rows_done = _natural(rows_done, "rows_done")
+        if rows_done > self.num_rows:
+            raise ValueError(f"rows_done must be at most {self.num_rows}, got {rows_done}")
+        self.epoch, self.start = _natural(epoch, "epoch"), rows_done
 
     def _share(self, rows: int) -> int:
         return rows // self.world_size if self.drop_last else -(-rows // self.world_size)
+
+
+def _natural(value: object, name: str) -> int:
+    """Return a whole number of any type as an int.
+
+    Raises:
+        ValueError: If it is none, or negative.
+    """
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"{name} must be a whole number from 0 on, got {value!r}")
+    return number
