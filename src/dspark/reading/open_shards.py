@@ -20,8 +20,9 @@ import numpy as np
 from dspark.disk.shard_file import damaged
 from dspark.errors import CacheError
 
+_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 # Fewer where the process may open few files: the rest is for its other needs.
-MAX_OPEN_SHARDS = min(64, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1))
+MAX_OPEN_SHARDS = 64 if _OPEN_FILES == resource.RLIM_INFINITY else min(64, max(_OPEN_FILES // 2, 1))
 READS_IN_FLIGHT = 8
 
 Task = Callable[[], None]
